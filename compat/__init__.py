@@ -1,0 +1,1 @@
+"""pmap-era code on today's JAX."""

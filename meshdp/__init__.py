@@ -1,0 +1,1 @@
+"""Train any pytree model on many devices."""
