@@ -4,17 +4,50 @@ Everything that differs between versions of JAX, or that JAX does not promise to
 called from here and nowhere else.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.extend.core as jax_core
 import numpy as np
+from jax._src import source_info_util
+from jax.experimental import mesh_utils
+from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh
 
 
 def auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
     """A mesh with every axis `Auto`, said aloud: JAX's default differs by version."""
     return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def topology_mesh(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Devices of one slice in an array of `shape`, whose last dimensions get the fastest
+    links. The platform's own order where JAX knows its topology."""
+    try:
+        return mesh_utils.create_device_mesh(shape, devices)
+    except NotImplementedError:  # a physical dimension must serve two axes
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def hybrid_mesh(
+    inner: Sequence[int], outer: Sequence[int], devices: Sequence[Any], *, by_process: bool
+) -> np.ndarray:
+    """As `topology_mesh` for several slices: `outer` counts the slices along each dimension,
+    `inner` the devices of one slice."""
+    make = partial(
+        mesh_utils.create_hybrid_device_mesh,
+        inner,
+        outer,
+        devices,
+        process_is_granule=by_process,
+    )
+    try:
+        return make()
+    except NotImplementedError:  # as above
+        return make(allow_split_physical_axes=True)
 
 
 def shard_map(
@@ -44,3 +77,61 @@ def shard_map(
 def tracing_mesh(mesh: Mesh):
     """A context in which bare `PartitionSpec`s mean this mesh, legal while tracing."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that are manual where this is called (inside `shard_map`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset() if mesh.empty else frozenset(mesh.manual_axes)
+
+
+def automatic_axes() -> frozenset[str]:
+    """The mesh axes that the compiler partitions where this is called."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset() if mesh.empty else frozenset(mesh.axis_names) - set(mesh.manual_axes)
+
+
+# Running a traced program equation by equation (as `jax.core.eval_jaxpr` does).
+
+
+def program(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr, closed or not, as `(jaxpr, consts)`. jax 0.12 has one class for both."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, Literal)
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many operands of a `scan` equation are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    # jax 0.12 keeps the operands' tree instead: (consts, carry, xs).
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def has_subprogram(eqn: Any) -> bool:
+    """Whether an equation contains a program: a loop, a branch, a custom derivative."""
+    return bool(jax_core.jaxprs_in_params(eqn.params)) or any(
+        isinstance(v, (jax_core.Jaxpr, jax_core.ClosedJaxpr))
+        for p in eqn.params.values()
+        for v in (p if isinstance(p, (tuple, list)) else (p,))
+    )
+
+
+def eqn_context(eqn: Any):
+    """The context an equation was traced in: its name stack, source line and settings."""
+    stack = contextlib.ExitStack()
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    stack.enter_context(source_info_util.user_context(traceback, name_stack=names))
+    stack.enter_context(eqn.ctx.manager)
+    return stack
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Applies an equation's primitive to other operands."""
+    outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
