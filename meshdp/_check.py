@@ -54,7 +54,7 @@ def check_specs(shapes: Any, specs: Any, mesh_shape: Mapping[str, int]) -> None:
         else:
             problems += axis_faults(name, spec, mesh_shape)
             problems += size_faults(name, shape, spec, mesh_shape)
-    raise_all(problems, where(mesh_shape))
+    raise_all(problems, f"in the specs {where(mesh_shape)}")
 
 
 def path_str(path: Sequence[Any]) -> str:
@@ -134,17 +134,23 @@ def valid_mesh_shape(mesh_shape: Any) -> dict[str, int]:
             f"mesh_shape is {mesh_shape!r}, expected a mapping from axis names to sizes. "
             'Pass mesh.shape, or {"data": 2, "fsdp": 4}.'
         )
+    wrong = {name: n for name, n in mesh_shape.items() if not isinstance(n, int) or n < 1}
+    if wrong:
+        raise ValueError(
+            f"mesh_shape holds {', '.join(f'{name}={n!r}' for name, n in wrong.items())}; "
+            "the size of an axis is a positive integer. make_mesh fills in -1: pass mesh.shape."
+        )
     return dict(mesh_shape)
 
 
 def where(mesh_shape: Mapping[str, int]) -> str:
     used = [f"{name}={size}" for name, size in mesh_shape.items() if size != 1]
-    return f"the layout on a mesh of {', '.join(used) or 'one device'}"
+    return f"on a mesh of {', '.join(used) or 'one device'}"
 
 
 def raise_all(problems: list[str], place: str) -> None:
     if problems:
         raise ValueError(
-            f"{count(len(problems), 'fault')} in {place}:\n"
+            f"{count(len(problems), 'fault')} {place}:\n"
             + "\n".join(f"  {p}" for p in problems)
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.tree_util as jtu
+import numpy as np
 import optax
 
 Shape = tuple[int, ...]
@@ -45,7 +46,8 @@ class Leaf:
 def shape_of(x: Any) -> Shape | None:
     """The shape of an array, or of anything that stands for one; `None` for the rest."""
     shape = getattr(x, "shape", None)
-    return tuple(shape) if isinstance(shape, tuple) else None
+    # A dtype has a shape too.
+    return tuple(shape) if isinstance(shape, tuple) and not isinstance(x, np.dtype) else None
 
 
 def flatten(tree: Any) -> tuple[list[Leaf | None], Any]:
@@ -129,10 +131,11 @@ def follow(params: list[Leaf], states: list[Leaf]) -> list[Leaf]:
         key = (leaf.shape, param.shape, param.dims)
         if key not in projected:
             projected[key] = _project(*key)
-        if projected[key] is None:
+        dims = projected[key]
+        if dims is None:
             undecided.append(leaf)
         else:
-            leaf.dims = projected[key]
+            leaf.dims = dims
     return undecided
 
 

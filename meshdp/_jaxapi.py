@@ -5,6 +5,7 @@ called from here and nowhere else.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jax_core
 import numpy as np
-from jax._src import source_info_util
+from jax._src import distributed, source_info_util
 from jax.experimental import mesh_utils
 from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh
@@ -89,6 +90,38 @@ def automatic_axes() -> frozenset[str]:
     """The mesh axes that the compiler partitions where this is called."""
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset() if mesh.empty else frozenset(mesh.axis_names) - set(mesh.manual_axes)
+
+
+def memory_limit(device: Any) -> int:
+    """The bytes that one device can hold; the host's memory, shared out, for the CPU."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // jax.local_device_count(device.platform)
+
+
+# The key-value store that `jax.distributed` keeps on process 0: messages between hosts that
+# need no device, and so do not wait for what the devices are doing.
+
+
+def store_set(key: str, value: str) -> None:
+    distributed.global_state.client.key_value_set(key, value)  # type: ignore[union-attr]
+
+
+def store_get(key: str, seconds: float) -> str | None:
+    """Waits until some process has set the key; `None` if none does in time."""
+    client: Any = distributed.global_state.client
+    try:
+        return client.blocking_key_value_get(key, int(1000 * seconds))
+    except jax.errors.JaxRuntimeError as e:
+        if "DEADLINE_EXCEEDED" not in str(e):
+            raise
+        return None
+
+
+def store_delete(key: str) -> None:
+    distributed.global_state.client.key_value_delete(key)  # type: ignore[union-attr]
 
 
 # Running a traced program equation by equation (as `jax.core.eval_jaxpr` does).

@@ -66,7 +66,9 @@ def fsdp(min_size: int = LARGE) -> Layout:
     A dimension is free if no axis splits it yet and its size divides by the size of the axis.
     Of equally large dimensions the first is taken. Left alone are leaves that use `fsdp`
     already, that were asked to be whole, or that have fewer than `min_size` elements: it costs
-    more time to gather them than it saves memory.
+    more time to gather them than it saves memory. A larger leaf that ends whole because no
+    dimension divides is a fault (see `specs`): pad it, or ask for it with `P()` or
+    `| replicate()`.
 
     **Arguments:**
 
@@ -128,7 +130,7 @@ def by_path(rules: Mapping[str, P]) -> Layout:
                 f"{regex!r}: {spec!r} holds more than axis names and None. Use only these: "
                 "a layout says where arrays are stored."
             )
-    raise_all(problems, "by_path")
+    raise_all(problems, "in by_path")
     return Layout((_ByPath(tuple(rules.items())),))
 
 
@@ -180,7 +182,7 @@ def specs(shapes: Any, layout: Layout, mesh_shape: Mapping[str, int]) -> Any:
         if not isinstance(part, _ByPath):
             part.refine(orphans, mesh_shape, problems)
     _find_replicated(params + orphans, layout, mesh_shape, problems)
-    raise_all(list(dict.fromkeys(problems)), where(mesh_shape))
+    raise_all(list(dict.fromkeys(problems)), f"in the layout {where(mesh_shape)}")
     made: dict[Any, P] = {}
     out = []
     for leaf in found:
@@ -329,12 +331,12 @@ def _find_replicated(leaves: list[Leaf], layout: Layout, mesh_shape, problems) -
             continue
         if math.prod(mesh_shape[axis] for axes in leaf.dims for axis in axes) > 1:
             continue
-        if not sizes:
-            why, fix = "no part of the layout splits it", "Add `| fsdp()`"
-        elif any(leaf.dims):
-            why = f"{show(from_entries(leaf.dims))} splits it over axes of size 1 only, and "
-            why += f"no other dimension divides by fsdp={devices}"
+        if any(leaf.dims):
+            why = f"{show(from_entries(leaf.dims))} splits it over axes of size 1 only"
+            why += f", and no other dimension divides by fsdp={devices}" if sizes else ""
             fix = "Add 'fsdp' to the spec"
+        elif not sizes:
+            why, fix = "no part of the layout splits it", "Add `| fsdp()`"
         else:
             why, fix = f"no dimension divides by fsdp={devices}", "Pad a dimension"
         if leaf.in_optimizer:

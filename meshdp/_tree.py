@@ -1,0 +1,139 @@
+"""A tree as its arrays, which `jax.jit` sees, and the rest, which it is compiled for."""
+
+import dataclasses
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+NUMBERS = (int, float, complex)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, ARRAYS)
+
+
+def is_array_or_number(x: Any) -> bool:
+    return isinstance(x, ARRAYS) or (isinstance(x, NUMBERS) and not isinstance(x, bool))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
+    """What remains of a tree without its arrays: its shape and its static leaves."""
+
+    treedef: Any
+    positions: tuple[int, ...]
+    """Of the arrays, among all leaves."""
+    static: tuple[tuple[int, Any], ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "_hash", hash((self.treedef, self.static)))
+
+    def __hash__(self):
+        return self._hash  # type: ignore[attr-defined]
+
+    def __eq__(self, other):
+        return self is other or (
+            isinstance(other, Structure)
+            and self.positions == other.positions
+            # 1, 1.0 and True are equal, but not the same program.
+            and [type(v) for _, v in self.static] == [type(v) for _, v in other.static]
+            and self.static == other.static
+            and self.treedef == other.treedef
+        )
+
+    def leaves(self, arrays: Sequence[Any]) -> list[Any]:
+        """All leaves, in order, with `arrays` in their places."""
+        if not self.static:
+            return list(arrays)
+        out: list[Any] = [None] * (len(self.positions) + len(self.static))
+        for i, x in self.static:
+            out[i] = x
+        for i, x in zip(self.positions, arrays, strict=True):
+            out[i] = x
+        return out
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """The tree with `arrays` in it."""
+        return jtu.tree_unflatten(self.treedef, self.leaves(arrays))
+
+    def paths(self) -> list[str]:
+        """The path of each array."""
+        tree = jtu.tree_unflatten(self.treedef, self.leaves(range(len(self.positions))))
+        paths = [jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(tree)]
+        return [paths[i] for i in self.positions]
+
+
+def split(tree: Any, name: str, *, dynamic=is_array, like: Structure | None = None):
+    """Splits a tree into `(arrays, structure)`.
+
+    `dynamic` tells which leaves are data. `like`, the structure of the tree before, is
+    returned itself if nothing changed, which is much faster than making it again. `name` is
+    what the tree is called in the error for a leaf that cannot be compiled for.
+    """
+    flat = getattr(tree, "_flat", None)
+    if flat is not None:
+        return flat
+    leaves, treedef = jtu.tree_flatten(tree)
+    if like is not None and treedef == like.treedef:
+        if not like.static:
+            if all(map(dynamic, leaves)):
+                return leaves, like
+        elif all(
+            leaves[i] is x or (type(leaves[i]) is type(x) and leaves[i] == x)
+            for i, x in like.static
+        ):
+            arrays = _pick(leaves, like.positions)
+            if all(map(dynamic, arrays)):
+                return arrays, like
+    positions = tuple(i for i, x in enumerate(leaves) if dynamic(x))
+    taken = set(positions)
+    static = tuple((i, x) for i, x in enumerate(leaves) if i not in taken)
+    try:
+        structure = Structure(treedef, positions, static)
+    except TypeError:
+        _refuse_unhashable(tree, name, taken)
+        raise
+    return [leaves[i] for i in positions], structure
+
+
+def _pick(leaves, positions):
+    if len(positions) == 1:
+        return [leaves[positions[0]]]
+    return list(itemgetter(*positions)(leaves)) if positions else []
+
+
+def _refuse_unhashable(tree, name, taken):
+    problems = []
+    for i, (path, x) in enumerate(jtu.tree_leaves_with_path(tree)):
+        try:
+            hash(x)
+        except TypeError:
+            if i not in taken:
+                problems.append(f"  {name}{jtu.keystr(path)}: a {type(x).__name__}")
+    if problems:
+        raise ValueError(
+            f"{len(problems)} leaves are neither arrays nor hashable, so a program can be "
+            "neither given them nor compiled for them:\n"
+            + "\n".join(problems)
+            + "\nMake each an array, or something hashable such as a tuple or a string."
+        )
+
+
+@jtu.register_pytree_node_class
+class Static:
+    """A value that rides through `jax.jit` in the structure of a tree."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tree_flatten(self):
+        return (), self.value
+
+    @classmethod
+    def tree_unflatten(cls, value, _):
+        return cls(value)
