@@ -202,17 +202,24 @@ def _arrange(
     groups = Counter(d.process_index if by_process else d.slice_index for d in devices)
     if slices is None and not by_process and len(groups) > 1:
         slices = tuple(name for name in _PHYSICAL if sizes[name] > 1)
-    shape = [sizes[name] for name in _PHYSICAL]
-    if slices is None:
-        array = _jaxapi.topology_mesh(shape, devices)
-    else:
-        outer = _slices_per_axis(sizes, groups, slices, "process" if by_process else "slice")
-        array = _jaxapi.hybrid_mesh(
-            [sizes[name] // outer[name] for name in _PHYSICAL],
-            [outer[name] for name in _PHYSICAL],
-            devices,
-            by_process=by_process,
-        )
+    try:
+        if slices is None:
+            array = _jaxapi.topology_mesh([sizes[name] for name in _PHYSICAL], devices)
+        else:
+            what = "process" if by_process else "slice"
+            outer = _slices_per_axis(sizes, groups, slices, what)
+            array = _jaxapi.hybrid_mesh(
+                [sizes[name] // outer[name] for name in _PHYSICAL],
+                [outer[name] for name in _PHYSICAL],
+                devices,
+                by_process=by_process,
+            )
+    except AssertionError as e:  # so JAX says it
+        raise ValueError(
+            f"The {len(devices)} TPU devices are not a box of the slice without holes, so they "
+            "have no order in which neighbours are close. Choose a box with `devices=`, or "
+            f"leave it out to use them all. JAX says: {e}"
+        ) from None
     return array.transpose([_PHYSICAL.index(name) for name in AXES])
 
 
