@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.extend.core as jax_core
 import numpy as np
+from jax._src import core as src_core
 from jax._src import distributed, source_info_util
+from jax._src.array import ArrayImpl
 from jax.experimental import mesh_utils
 from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh
@@ -168,3 +170,35 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Applies an equation's primitive to other operands."""
     outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+# What `compat` asks of JAX.
+
+
+def at_top_level() -> bool:
+    """Whether nothing is being traced and no mesh is set (`jax.set_mesh`)."""
+    return src_core.trace_state_clean() and jax.sharding.get_abstract_mesh().empty
+
+
+def nothing_traced() -> bool:
+    """Whether this runs eagerly: not under `jit`, `grad`, `vmap` or `shard_map`."""
+    return src_core.trace_state_clean()
+
+
+def untied(x: jax.Array) -> jax.Array:
+    """The same single-device array, uncommitted: JAX may mix it with arrays anywhere."""
+    sharding = jax.sharding.SingleDeviceSharding(next(iter(x.devices())))
+    return ArrayImpl(x.aval, sharding, [x], committed=False)  # type: ignore[arg-type]
+
+
+def backend_is_up() -> bool:
+    """Whether JAX has looked for its devices already, after which their number is fixed."""
+    return xla_bridge.backends_are_initialized()
+
+
+def unsharded(x: Any) -> Any:
+    """A traced array whole on every device, if its type says that it is not (`Explicit`)."""
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+    if not isinstance(x, jax.core.Tracer) or not any(spec):
+        return x
+    return jax.sharding.reshard(x, jax.P(*(None,) * x.ndim))

@@ -1,26 +1,29 @@
 """Trees and batches onto a mesh and back, shard by shard.
 
-Everything but an array that already lies as asked goes by way of host memory: no leaf is ever
-whole on a device that does not keep it whole, and nothing is compiled. `jax.device_put` alone
-slices on the source device (a program of about 0.1 s per shape), and resharding under `jit`
-sometimes replicates the array first ("involuntary full rematerialization").
+An array that does not already lie as asked goes by way of host memory: no leaf is ever whole
+on a device that does not keep it whole, and nothing is compiled. `jax.device_put` alone slices
+on the source device (a program of about 0.1 s per shape), and resharding under `jit` may
+replicate an array on its way ("involuntary full rematerialization").
 """
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import equinox as eqx
-import jax
-import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from . import _batch, _move
+from ._leaves import Leaves, match, same_specs
 
 BATCH = P(("data", "fsdp"))
 
 
 def place(tree: Any, shardings: Any, *, share: bool = False) -> Any:
     """Puts every array of a tree onto a mesh, shard by shard.
+
+    With several processes all must call it together, with the same values; a global array
+    is taken as what it is.
 
     **Arguments:**
 
@@ -37,114 +40,152 @@ def place(tree: Any, shardings: Any, *, share: bool = False) -> Any:
 
     **Returns:**
 
-    The tree with global arrays, committed to the mesh.
+    The tree with global arrays, committed to the devices of their shardings. It returns when
+    NumPy arrays and arrays of other layouts have been read.
+
+    **Raises:**
+
+    - `ValueError`: `shardings` is no prefix of `tree`; a leaf cannot be split as asked; a leaf
+        was deleted or donated; processes passed different values. Every such leaf is listed.
+    - `TypeError`: a leaf has no value to place (a `jax.ShapeDtypeStruct`, a traced array, an
+        array of strings or objects), or something in `shardings` is no sharding.
     """
-    leaves, treedef, positions = _flatten(tree)
-    where = _match(shardings, tree, leaves)
-    positions = [i for i in positions if where[i] is not None]
-    out = _put([leaves[i] for i in positions], [where[i] for i in positions], share=share)
-    for i, x in zip(positions, out, strict=True):
-        leaves[i] = x
-    return jtu.tree_unflatten(treedef, leaves)
+    leaves = Leaves(tree)
+    where = match(shardings, leaves)
+    leaves.check(where)
+    return leaves.replaced(where, partial(_move.put, share=share))
 
 
-def reshard(tree: Any, to: Any) -> Any:
-    """Moves a tree to another layout or another mesh; see `place`."""
-    return place(tree, to)
+def reshard(tree: Any, to: Any, *, donate: bool = False) -> Any:
+    """Moves a tree of placed arrays to another layout or another mesh.
 
+    The number of devices may change, as when a job goes on with more or fewer of them.
 
-def shard_batch(batch: Any, mesh: Mesh, spec: P = BATCH, *, share: bool = False) -> Any:
-    """Splits the leading dimension of every leaf of a batch over the mesh."""
-    size = int(np.prod([mesh.shape[a] for a in _axes(spec[0] if len(spec) else None)]))
-    rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
-    for n in rows:
-        if n % size:
-            raise ValueError(
-                f"The batch of {n} rows does not divide over {size} devices: {n % size} over. "
-                f"Add {size - n % size} rows: `batch, mask = meshdp.pad_batch(batch, {size})`."
-            )
-    shardings = jax.tree.map(lambda x: NamedSharding(mesh, P(*spec[: np.ndim(x)])), batch)
-    return place(batch, shardings, share=share)
+    **Arguments:**
 
+    - `tree`: any pytree, as for `place`.
+    - `to`: a pytree of `NamedSharding`s, as for `place`, or a `Mesh` that has the axes of the
+        present one: every leaf keeps its spec.
+    - `donate`: deletes each array of `tree` as soon as it has been moved, so that about
+        1 GiB at a time is held twice, instead of all.
 
-def pad_batch(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
-    """Repeats the last row until the number of rows is a multiple; returns the mask."""
-    n = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
-    extra = -n % multiple
-    mask = np.zeros(n + extra, np.float32)
-    mask[:n] = 1
+    **Returns:**
 
-    def pad(x):
-        if not np.ndim(x) or not extra:
-            return x
-        np_or_jnp = jax.numpy if isinstance(x, jax.Array) else np
-        return np_or_jnp.concatenate([x, np_or_jnp.repeat(x[-1:], extra, axis=0)])
+    The tree with arrays that share no memory with those it was given.
 
-    return jax.tree.map(pad, batch), mask
+    **Raises:**
+
+    - As `place`, and `ValueError` if `to` is a mesh and an array has no spec to keep.
+    """
+    leaves = Leaves(tree)
+    where = same_specs(leaves, to) if isinstance(to, Mesh) else match(to, leaves)
+    leaves.check(where)
+    return leaves.replaced(where, partial(_move.put, donate=donate))
 
 
 def to_host(tree: Any) -> Any:
-    """Brings every array back whole, as NumPy arrays of its own."""
-    return jax.tree.map(lambda x: np.array(x) if isinstance(x, jax.Array) else x, tree)
+    """Brings every array back whole: the inverse of `place`.
+
+    With several processes all must call it together, and each gets all of every array. The
+    values then travel in pieces of 8 MiB, so that no device holds an array whole.
+
+    **Arguments:**
+
+    - `tree`: any pytree. NumPy arrays are copied; leaves that are not arrays are kept.
+
+    **Returns:**
+
+    The tree with NumPy arrays that the caller may change. NumPy has no typed PRNG keys, so
+    these come back as JAX arrays on the default device.
+
+    **Raises:**
+
+    - `ValueError`: a leaf was deleted or donated. Every such leaf is listed.
+    """
+
+    return Leaves(tree, numbers=False).replaced(None, lambda xs, *_: _move.read(xs))
 
 
-def _axes(entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def shard_batch(batch: Any, mesh: Mesh, spec: P = BATCH, *, share: bool = False) -> Any:
+    """Splits the rows of a batch, the leading dimension of its leaves, over a mesh.
+
+    It waits for no device, so it can run while the step before is still under way.
+
+    With several processes each passes its own rows, those for the devices it has, and gets
+    the global batch: the rows in the order of the devices in the mesh. Processes whose
+    devices hold the same rows (those that split them over `tensor`, say) pass the same rows.
+    A call that changes the shapes waits for the other processes, which must change them too;
+    no other call does. A leaf that is a global array already is laid out as asked.
+
+    **Arguments:**
+
+    - `batch`: any pytree; leaves are as for `place`. With one process the rows are those of
+        the global batch, else those of this process. Scalars are replicated.
+    - `mesh`: where to.
+    - `spec`: of the leaf with the most dimensions; others are split as far as they have
+        dimensions. The first entry splits the rows, further ones the dimensions that follow.
+    - `share`: as for `place`.
+
+    **Returns:**
+
+    The batch with global arrays.
+
+    **Raises:**
+
+    - `ValueError`: the rows do not divide over the devices; leaves disagree about them; no
+        leaf has any; `spec` names an axis that the mesh does not have, or splits another
+        dimension that does not divide; processes disagree. Every such leaf is listed.
+    """
+    return _batch.shard(batch, mesh, spec, share)
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and x.dtype != jax.dtypes.float0
+def local_rows(tree: Any) -> Any:
+    """Reads the rows that this process has of every array: the inverse of `shard_batch`.
+
+    With one process these are all rows. No process waits for another.
+
+    **Arguments:**
+
+    - `tree`: any pytree of global arrays, such as predictions for a global batch.
+
+    **Returns:**
+
+    The tree with NumPy arrays that the caller may change: of each array the rows (the leading
+    dimension) that the devices of this process hold, each once, in their global order.
+
+    **Raises:**
+
+    - `ValueError`: other dimensions are split over several processes, so that this one has no
+        whole rows; a leaf was deleted or donated. Every such leaf is listed.
+    """
+    return Leaves(tree, numbers=False).replaced(None, _batch.local)
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
+def pad_batch(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
+    """Repeats the last row of a batch until the number of rows is a multiple of `multiple`.
 
+    Rows that were really seen are safe to compute with: zeros can be no valid label, divide by
+    a zero length or normalise to NaN, and 0 * NaN is NaN, so that a mask would not help.
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ```python
+    batch, mask = meshdp.pad_batch(batch, 8)
+    meshdp.Mean.of(per_example_loss, mask)
+    ```
 
+    **Arguments:**
 
-def _flatten(tree: Any) -> tuple[list[Any], Any, list[int]]:
-    """The leaves, the treedef, and the positions of the leaves to be placed."""
-    leaves: list[Any] = []
-    positions: list[int] = []
-    for o in jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, eqx.Module)):
-        inside = isinstance(o, eqx.Module)
-        for x in jtu.tree_leaves(o) if inside else (o,):
-            if _is_array(x) or (not inside and _is_number(x)):
-                positions.append(len(leaves))
-            leaves.append(x)
-    return leaves, jtu.tree_structure(tree), positions
+    - `batch`: any pytree. The leading dimension of its leaves are the rows; scalars and leaves
+        that are not arrays stay as they are. With several processes, the rows of this one.
+    - `multiple`: the number of devices over which the rows will be split, on this process.
 
+    **Returns:**
 
-def _match(shardings: Any, tree: Any, leaves: Sequence[Any]) -> list[Any]:
-    """One sharding, or None, for each leaf."""
-    if isinstance(shardings, Sharding):
-        return [shardings] * len(leaves)
-    stop = lambda x: x is None or isinstance(x, Sharding)
-    flat, prefix = jtu.tree_flatten(shardings, is_leaf=stop)
-    where: list[Any] = []
-    for s, below in zip(flat, prefix.flatten_up_to(tree), strict=True):
-        where += [s] * jtu.tree_structure(below).num_leaves
-    return where
+    The padded batch, NumPy arrays as NumPy arrays and JAX arrays on their devices, and the
+    mask, float32 of shape `[rows]`: 1 for the rows that were there, 0 for the others.
 
+    **Raises:**
 
-def _put(leaves: list[Any], where: list[Any], *, share: bool) -> list[Any]:
-    keys = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
-    leaves = [jax.random.key_data(x) if k else x for x, k in zip(leaves, keys, strict=True)]
-    if share:
-        out = jax.device_put(leaves, where)
-    else:
-        still = [_in_place(x, s) for x, s in zip(leaves, where, strict=True)]
-        given = [
-            x if ok or not isinstance(x, (jax.Array, np.ndarray)) else np.array(x)
-            for x, ok in zip(leaves, still, strict=True)
-        ]
-        out = jax.device_put(given, where, may_alias=False)
-    return [
-        jax.random.wrap_key_data(x, impl=k) if k else x for x, k in zip(out, keys, strict=True)
-    ]
-
-
-def _in_place(x: Any, s: NamedSharding) -> bool:
-    return isinstance(x, jax.Array) and x.committed and x.sharding.is_equivalent_to(s, x.ndim)
+    - `ValueError`: there are no rows to repeat; leaves disagree about their number; `multiple`
+        is less than 1.
+    """
+    return _batch.pad(batch, multiple)

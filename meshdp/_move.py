@@ -1,0 +1,162 @@
+"""Arrays from wherever they are to where they are asked to be."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _blocks, _processes
+
+
+def put(
+    arrays: Sequence[Any],
+    to: Sequence[Any],
+    names: Callable[[], list[str]],
+    *,
+    share: bool = False,
+    donate: bool = False,
+    wait: bool = True,
+) -> list[jax.Array]:
+    """Arrays laid out as asked. `share` and `donate` as in `place` and `reshard`.
+
+    Without `wait`, an array on one device is sliced there, which compiles a program for each
+    shape, and NumPy arrays are always copied, so that nothing is waited for.
+    """
+    out: list[Any] = [None] * len(arrays)
+    ways: dict[Callable, list[int]] = {}
+    for i, (x, s) in enumerate(zip(arrays, to, strict=True)):
+        ways.setdefault(_way(x, s, share, wait), []).append(i)
+    for way, members in ways.items():
+        parts = list(_blocks.groups([getattr(arrays[i], "nbytes", 8) for i in members]))
+        for part in parts:
+            chosen = [members[i] for i in part]
+            xs, ss = [arrays[i] for i in chosen], [to[i] for i in chosen]
+            done = way(xs, ss, lambda c=chosen: list(map(names().__getitem__, c)))
+            for i, y in zip(chosen, done, strict=True):
+                out[i] = y
+            if donate or len(parts) > 1:
+                jax.block_until_ready(done)
+            for x in xs if donate else ():
+                if isinstance(x, jax.Array):
+                    x.delete()
+    return out
+
+
+def read(arrays: Sequence[Any]) -> list[np.ndarray]:
+    """The whole values, in memory that the caller may change."""
+    return [y if ours else np.array(y) for y, ours in _values(arrays)]
+
+
+def _values(arrays: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
+    """The whole values in host memory, and whether nobody else holds that memory."""
+    here = [not isinstance(x, jax.Array) or x.is_fully_addressable for x in arrays]
+    near = iter(_blocks.whole([x for x, h in zip(arrays, here, strict=True) if h]))
+    apart = iter(_processes.gather([x for x, h in zip(arrays, here, strict=True) if not h]))
+    # What is put together from several shards is new; a single shard may be the shard itself.
+    split = [isinstance(x, jax.Array) and not x.is_fully_replicated for x in arrays]
+    return [
+        (next(near), s) if h else (next(apart), True) for h, s in zip(here, split, strict=True)
+    ]
+
+
+def _way(x: Any, to: Any, share: bool, wait: bool) -> Callable:
+    """Which of the functions below moves an array."""
+    placed = isinstance(x, jax.Array)
+    near = to.is_fully_addressable and (not placed or x.is_fully_addressable)
+    if placed and x.sharding.is_equivalent_to(to, x.ndim):
+        if share:
+            return _as_it_is
+        return _copied if near else _between_devices
+    if (near and share) or not hasattr(x, "dtype"):
+        return _as_it_is
+    if near and not wait and placed and len(x.sharding.device_set) == 1:
+        return _sliced
+    if near and placed and x.weak_type:
+        return _weak
+    # On the CPU the host's memory is the device's, and no program need be compiled.
+    if placed and x.sharding.device_set == to.device_set and not (near and _blocks.on_cpu(to)):
+        return _between_devices
+    return _by_host if wait else _by_host_at_once
+
+
+def _as_it_is(xs, to, names):
+    return jax.device_put(xs, to)
+
+
+def _copied(xs, to, names):
+    return jax.device_put(xs, to, may_alias=False)
+
+
+def _weak(xs, to, names):
+    # Only `device_put` keeps the weak type, and only in place does it heed `may_alias`.
+    return jax.device_put(jax.device_put(xs, to), to, may_alias=False)
+
+
+def _sliced(xs, to, names):
+    # A device that keeps the array whole would keep the argument's own memory.
+    held = [i for i, (x, s) in enumerate(zip(xs, to, strict=True)) if _blocks.keeps_whole(x, s)]
+    copies = _copied([xs[i] for i in held], [xs[i].sharding for i in held], names)
+    xs = list(xs)
+    for i, x in zip(held, copies, strict=True):
+        xs[i] = x
+    return jax.device_put(xs, to)
+
+
+def _between_devices(xs, to, names):
+    moved = _blocks.on_devices(xs, to)
+    return _by_host(xs, to, names) if moved is None else moved
+
+
+def _by_host(xs, to, names, wait=True):
+    near = [s.is_fully_addressable for s in to]
+    _same_everywhere(xs, to, names)
+    values = [
+        # Devices other than the CPU's have memory of their own, to which this is copied.
+        x if ours or (wait and n and not _blocks.on_cpu(s)) else _blocks.own(x)
+        for (x, ours), s, n in zip(_values(xs), to, near, strict=True)
+    ]
+    out = iter(
+        jax.device_put(
+            [x for x, n in zip(values, near, strict=True) if n],
+            [s for s, n in zip(to, near, strict=True) if n],
+        )
+    )
+    done = [
+        next(out) if n else jax.make_array_from_callback(x.shape, s, x.__getitem__)
+        for x, s, n in zip(values, to, near, strict=True)
+    ]
+    if wait and not all(map(_blocks.on_cpu, to)):
+        jax.block_until_ready(done)
+    return done
+
+
+def _by_host_at_once(xs, to, names):
+    return _by_host(xs, to, names, wait=False)
+
+
+def _same_everywhere(xs, to, names) -> None:
+    """Raises if processes are about to make one array from different values."""
+    about: dict[tuple[int, ...], list[int]] = {}
+    for i, (x, s) in enumerate(zip(xs, to, strict=True)):
+        if not s.is_fully_addressable and not (
+            isinstance(x, jax.Array) and not x.is_fully_addressable
+        ):
+            about.setdefault(tuple(_processes.processes_of(s)), []).append(i)
+    for processes, members in about.items():
+        sums = [_checksum(x) for x in _blocks.whole([xs[i] for i in members])]
+        called = lambda members=members: list(map(names().__getitem__, members))
+        faults = _processes.disagreements("place", processes, [(c, c) for c in sums], called)
+        if faults:
+            raise ValueError(
+                "All processes must place the same values together:\n"
+                + "\n".join(faults)
+                + "\nMake them from the same seed or file on every process, or give each "
+                "process its own rows with meshdp.shard_batch."
+            )
+
+
+def _checksum(x: np.ndarray) -> str:
+    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return f"{x.dtype}{list(x.shape)} with checksum {zlib.crc32(memoryview(data)):08x}"

@@ -1,0 +1,1 @@
+"""Many processes that are one JAX program."""

@@ -1,0 +1,220 @@
+"""Several processes on this machine, joined on loopback into one JAX program."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+GRACE = 2.0
+"""Seconds that the others get to end by themselves when one has failed, and that any gets
+between the request to stop and the kill."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How one process ended."""
+
+    process: int
+    returncode: int
+    """The exit status; negative for a signal."""
+    stdout: str
+    stderr: str
+
+
+class ProcessesFailed(RuntimeError):
+    """Some process failed, or took too long. `ended` tells of each, in order."""
+
+    def __init__(self, message: str, ended: Sequence[Ended]):
+        super().__init__(message)
+        self.ended = list(ended)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    processes: int,
+    devices: int | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[int, str], None] | None = None,
+) -> list[Ended]:
+    """Runs one Python program as several processes that form one JAX program.
+
+    In each, `jax.distributed.initialize` has been called when the program begins. When one
+    fails or time is up all are stopped, and what they started; so they are when the process
+    that called this dies.
+
+    **Arguments:**
+
+    - `command`: what follows `python`: `["train.py", "--steps", "10"]`, `["-m", "package"]` or
+        `["-c", "print(1)"]`.
+    - `processes`: how many.
+    - `devices`: CPU devices of each process. Without it JAX finds the devices.
+    - `timeout`: in seconds, for all.
+    - `env`: added to the environment.
+    - `on_line`: called with (process, line) for each line of output while they run, from
+        several threads.
+
+    **Returns:**
+
+    How each process ended, in order, if all ended well.
+
+    **Raises:**
+
+    - `ProcessesFailed`: one ended with another status than 0, or time was up. The message
+        holds the last lines that each wrote to stderr.
+    - `ValueError`: `processes` or `devices` is less than 1.
+    """
+    for name, n in {"processes": processes, "devices": devices}.items():
+        if n is not None and n < 1:
+            raise ValueError(f"{name}={n}, expected at least 1.")
+    address = f"127.0.0.1:{_free_port()}"
+    # Nobody writes to this pipe. Where it ends, the caller has gone.
+    alive, held = os.pipe()
+    running = [
+        _Process(
+            i,
+            [sys.executable, "-m", "meshdp.launch._join", *command],
+            _environment(env, devices, address, processes, i, alive),
+            alive,
+            on_line,
+        )
+        for i in range(processes)
+    ]
+    os.close(alive)
+    try:
+        why = _wait(running, None if timeout is None else time.monotonic() + timeout)
+    finally:
+        _stop(running)
+        os.close(held)
+    ended = [p.ended() for p in running]
+    if why is None:
+        return ended
+    late = f"{timeout:g} s were not enough" if why < 0 else f"process {why} failed first"
+    raise ProcessesFailed(
+        f"{late}, of {processes} processes; all were stopped.\n"
+        + "\n".join(
+            f"--- process {e.process}, {_status(e.returncode)}\n{_tail(e.stderr)}"
+            for e in ended
+        ),
+        ended,
+    )
+
+
+class _Process:
+    """A running process and the threads that read what it writes."""
+
+    def __init__(self, number, argv, env, alive, on_line):
+        self.number = number
+        self.popen = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=(alive,),
+            start_new_session=True,  # so that what it starts can be stopped with it
+        )
+        self._lines: tuple[list[str], list[str]] = ([], [])
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, lines, on_line), daemon=True)
+            for stream, lines in zip(
+                (self.popen.stdout, self.popen.stderr), self._lines, strict=True
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream, lines, on_line):
+        with stream:
+            for line in stream:
+                lines.append(line)
+                if on_line is not None:
+                    on_line(self.number, line)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
+
+    def ended(self) -> Ended:
+        for reader in self._readers:
+            reader.join(GRACE)
+        stdout, stderr = map("".join, self._lines)
+        return Ended(self.number, self.popen.wait(), stdout, stderr)
+
+
+def _wait(running: Sequence[_Process], deadline: float | None) -> int | None:
+    """Waits for all. Returns which failed first, -1 if time is up, `None` if all is well."""
+    while True:
+        codes = [p.popen.poll() for p in running]
+        failed = [p.number for p, code in zip(running, codes, strict=True) if code]
+        if failed:
+            # They may have failed together; let all say why.
+            _wait_until_ended(running, time.monotonic() + GRACE)
+            return failed[0]
+        if None not in codes:
+            return None
+        if deadline is not None and time.monotonic() > deadline:
+            return -1
+        time.sleep(0.02)
+
+
+def _wait_until_ended(running: Sequence[_Process], deadline: float) -> None:
+    for p in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            p.popen.wait(max(deadline - time.monotonic(), 0))
+
+
+def _stop(running: Sequence[_Process]) -> None:
+    left = [p for p in running if p.popen.poll() is None]
+    for p in left:
+        p.signal(signal.SIGTERM)
+    _wait_until_ended(left, time.monotonic() + GRACE)
+    for p in running:
+        p.signal(signal.SIGKILL)  # also what a process that ended has left behind
+    for p in running:
+        p.popen.wait()
+
+
+def _environment(extra, devices, address, processes, number, alive) -> dict[str, str]:
+    env = dict(os.environ)
+    if devices is not None:
+        # The older way to ask for CPU devices, which JAX refuses beside the newer one.
+        flags = re.sub(
+            r"--xla_force_host_platform_device_count=\S*", "", env.pop("XLA_FLAGS", "")
+        )
+        env |= {"XLA_FLAGS": flags} if flags.strip() else {}
+        env |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        }
+    return {
+        **env,
+        **(extra or {}),
+        "MESHDP_JOIN": f"{address} {processes} {number} {alive}",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _status(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _tail(text: str, lines: int = 20) -> str:
+    return "\n".join(text.rstrip().splitlines()[-lines:])
