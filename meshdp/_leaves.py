@@ -5,8 +5,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -117,12 +119,12 @@ def is_number(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _why_not(x: Any) -> str | None:
     """What keeps a leaf from being placed."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return "traced by jit, grad or vmap. Use meshdp.constrain inside, and place outside."
     if isinstance(x, jax.ShapeDtypeStruct):
         return "a shape without a value. Make the value: jax.jit(make, out_shardings=...)()."

@@ -159,4 +159,4 @@ def _same_everywhere(xs, to, names) -> None:
 
 def _checksum(x: np.ndarray) -> str:
     data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return f"{x.dtype}{list(x.shape)} with checksum {zlib.crc32(memoryview(data)):08x}"
+    return f"{x.dtype}{list(x.shape)} with checksum {zlib.crc32(data.data):08x}"
