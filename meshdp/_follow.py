@@ -78,16 +78,24 @@ def _is_optimizer_state(x: Any) -> bool:
 class _Node:
     """A place in the tree of all paths read from their ends."""
 
-    __slots__ = ("children", "first", "by_shape")
+    __slots__ = ("children", "first", "others")
 
     def __init__(self):
         self.children: dict[str, _Node] = {}
         self.first: Leaf | None = None
-        self.by_shape: dict[Shape, Leaf] = {}
+        self.others: dict[Shape, Leaf] | None = None
 
     def add(self, leaf: Leaf) -> None:
-        self.first = self.first or leaf
-        self.by_shape.setdefault(leaf.shape, leaf)
+        if self.first is None:
+            self.first = leaf
+        elif leaf.shape != self.first.shape:
+            # Made only when needed: most nodes hold leaves of one shape, and time goes by
+            # the number of objects.
+            self.others = self.others or {}
+            self.others.setdefault(leaf.shape, leaf)
+
+    def best(self, shape: Shape) -> Leaf | None:
+        return self.others.get(shape, self.first) if self.others else self.first
 
 
 def follow(params: list[Leaf], states: list[Leaf]) -> list[Leaf]:
@@ -102,22 +110,23 @@ def follow(params: list[Leaf], states: list[Leaf]) -> list[Leaf]:
     for leaf in params:
         node = root
         for key in reversed(leaf.keys):
-            node = node.children.setdefault(key, _Node())
-            node.add(leaf)
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node()
+            child.add(leaf)
+            node = child
         other = agreed.setdefault(leaf.shape, leaf)
         if other is None or (other.dims, other.asked) != (leaf.dims, leaf.asked):
             agreed[leaf.shape] = None
     undecided = []
     projected: dict[tuple[Shape, Shape, Dims], Dims | None] = {}
     for leaf in states:
-        if leaf.size == 1:
-            continue
         node = root
         for key in reversed(leaf.keys):
             if key not in node.children:
                 break
             node = node.children[key]
-        param = node.by_shape.get(leaf.shape, node.first)
+        param = node.best(leaf.shape)
         if param is None:
             # The parameters may be one bare array, whose path has no end to share.
             param = agreed.get(leaf.shape)

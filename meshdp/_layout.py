@@ -273,15 +273,17 @@ class _ByPath:
                 problems.extend(fault)
             if fault or any(regex in bad for regex, _ in hits):
                 leaf.excused = True  # reported already
-        some = ", ".join(leaf.name for leaf in leaves[:3])
+        if leaves:
+            where = f"paths are like {', '.join(leaf.name for leaf in leaves[:3])}"
+        else:
+            where = "the tree has no array outside of optimizer state"
         for regex in [regex for regex, _ in self.rules if regex in unused]:
-            problems.append(
-                f"{regex!r} matches none of the {len(leaves)} parameters. Correct or remove "
-                + (f"it; the first paths are {some}." if some else "it.")
-            )
+            problems.append(f"{regex!r} matches no parameter. Correct or remove it; {where}.")
 
 
 def _disagreement(hits: list[tuple[str, P]], leaf: Leaf) -> list[str] | None:
+    if len(hits) == 1:
+        return None
     distinct = {(trimmed(spec), spec == P()): (regex, spec) for regex, spec in hits[::-1]}
     if len(distinct) == 1:
         return None

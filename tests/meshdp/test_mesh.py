@@ -195,7 +195,8 @@ def test_an_axis_that_spans_slices_need_not_be_a_slow_one():
 
 
 def test_devices_that_belong_to_several_slices_are_spread_over_the_slowest_axes_unasked():
-    array = _arrange(sizes(data=2, fsdp=4, tensor=2), spread(4, 4), None)
+    devices = [FakeDevice(i, slice_index=i % 4) for i in range(16)]
+    array = _arrange(sizes(data=2, fsdp=4, tensor=2), devices, None)
     assert slices_along(array, "data") == [0, 2]
     assert slices_along(array, "fsdp") == [0, 0, 1, 1]
     assert slices_along(array, "tensor") == [0, 0]
@@ -226,6 +227,19 @@ def test_a_product_that_is_too_small_offers_to_use_fewer_devices():
     assert message(fsdp=2) == (
         "fsdp=2, but there are 8 devices; nearest that work: data=4, fsdp=2 or "
         "data=2, fsdp=4; or use fewer devices: devices=jax.devices()[:2]"
+    )
+
+
+def test_the_nearest_sizes_are_those_that_change_least_what_was_given():
+    assert message(fsdp=3) == (
+        "fsdp=3, but there are 8 devices; nearest that work: data=2, fsdp=4 or "
+        "data=4, fsdp=2; or use fewer devices: devices=jax.devices()[:3]"
+    )
+
+
+def test_fewer_devices_are_not_offered_to_one_who_chose_the_devices():
+    assert message(data=2, devices=jax.devices()[:4]) == (
+        "data=2, but there are 4 devices; nearest that works: data=4"
     )
 
 
