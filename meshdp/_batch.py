@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import _blocks, _move, _processes
-from ._leaves import Leaves
+from ._leaves import Leaves, counted
 from ._spec import axes_of, entries
 
 Shape = tuple[int, ...]
@@ -38,7 +38,7 @@ def shard(batch: Any, mesh: Mesh, spec: P, share: bool) -> Any:
     shapes = {
         i: (leaves.shape(i)[0] // len(blocks) * count, *leaves.shape(i)[1:])
         for i in leaves.arrays
-        if leaves.shape(i) and not _is_global(leaves.values[i])
+        if leaves.shape(i) and not _blocks.is_apart(leaves.values[i])
     }
     where = _where(leaves, shapes, mesh, spec)
     own = functools.partial(_put_own_rows, blocks=blocks, count=count, share=share)
@@ -55,7 +55,7 @@ def _put_own_rows(
     share: bool,
 ) -> list[jax.Array]:
     """Global arrays from those rows that lie in `blocks`, of `count` equal ones."""
-    there = [i for i, x in enumerate(xs) if _is_global(x)]
+    there = [i for i, x in enumerate(xs) if _blocks.is_apart(x)]
     out: dict[int, Any] = dict(
         zip(
             there,
@@ -64,7 +64,7 @@ def _put_own_rows(
         )
     )
     here = [i for i in range(len(xs)) if i not in out]
-    for i, value in zip(here, _blocks.whole([xs[i] for i in here]), strict=True):
+    for i, (value, _) in zip(here, _blocks.whole([xs[i] for i in here]), strict=True):
         out[i] = _from_rows(_blocks.own(value), to[i], blocks, count)
     return [out[i] for i in range(len(xs))]
 
@@ -88,18 +88,18 @@ def local(xs: Sequence[Any], _, names: Callable[[], list[str]]) -> list[np.ndarr
     problems = [
         f"  {names()[i]}: shape {x.shape}, {x.sharding.spec}"
         for i, (x, blocks) in enumerate(zip(xs, found, strict=True))
-        if blocks and sum(map(_size, blocks)) != _row_count(blocks) * math.prod(x.shape[1:])
+        if sum(map(_size, blocks)) != _row_count(blocks) * math.prod(x.shape[1:])
     ]
     if problems:
         raise ValueError(
-            f"{len(problems)} leaves have no whole rows on process {jax.process_index()}:\n"
+            f"Without whole rows on process {jax.process_index()}: {counted(problems)}:\n"
             + "\n".join(problems)
             + "\nRead them with meshdp.to_host, or meshdp.reshard them to be split along rows "
             "only."
         )
     _blocks.start(found)
     return [
-        _read_rows(x, blocks) if blocks else np.array(x)
+        _read_rows(x, blocks) if isinstance(x, jax.Array) else np.array(x)
         for x, blocks in zip(xs, found, strict=True)
     ]
 
@@ -175,7 +175,7 @@ def _row_axes(mesh: Mesh, spec: P) -> tuple[str, ...]:
 def _blocks_here(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
     """Which of the equal blocks of rows lie on this process, and whether all devices do."""
     count = math.prod(mesh.shape[a] for a in axes)
-    sharding = NamedSharding(mesh, P(axes))
+    sharding = NamedSharding(mesh, P(axes or None))
     indices = sharding.addressable_devices_indices_map((count,)).values()
     here = tuple(sorted({index[0].indices(count)[0] for index in indices if index}))
     if not here:
@@ -199,13 +199,9 @@ def _where(leaves: Leaves, shapes: Mapping[int, Shape], mesh: Mesh, spec: P) -> 
     return where
 
 
-def _is_global(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not x.is_fully_addressable
-
-
 def _rows(leaves: Leaves) -> int:
     """The number of rows that all leaves on this process have."""
-    members = [i for i in leaves.with_rows() if not _is_global(leaves.values[i])]
+    members = [i for i in leaves.with_rows() if not _blocks.is_apart(leaves.values[i])]
     if not members:
         if leaves.with_rows():
             return 0  # all are global already
@@ -258,7 +254,7 @@ def _agree(leaves: Leaves, mesh: Mesh, axes: Sequence[str], blocks: Sequence[int
         # The others raise as well then, instead of waiting for this one.
         _processes.say("shard_batch", processes, {"fault": str(e).partition("\n")[0]})
         raise
-    members = [i for i in leaves.with_rows() if not _is_global(leaves.values[i])]
+    members = [i for i in leaves.with_rows() if not _blocks.is_apart(leaves.values[i])]
     shapes = [leaves.shape(i) for i in members]
     dtypes = [str(np.result_type(leaves.values[i])) for i in members]
     # What must be equal is the rows per block: a process may hold more blocks than another.

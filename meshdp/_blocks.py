@@ -61,12 +61,19 @@ def shards(x: jax.Array) -> dict[tuple[tuple[int, int], ...], jax.Array]:
     if not on_cpu(x.sharding):
         # An array keeps what was read from it in host memory for as long as it lives. These
         # are new array objects over the same memory, which live no longer than the reading.
-        out = {block: _same_memory(shard) for block, shard in out.items()}
+        out = {block: same_memory(shard, shard.sharding) for block, shard in out.items()}
     return out
 
 
-def _same_memory(shard: jax.Array) -> jax.Array:
-    return jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+def same_memory(x: jax.Array, sharding: Any) -> jax.Array:
+    """A new array object over the memory of `x`, with an equivalent sharding."""
+    data = [s.data for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, data, dtype=x.dtype)
+
+
+def is_apart(x: Any) -> bool:
+    """Whether other processes hold a part of it."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def view(x: Any) -> np.ndarray:
@@ -89,15 +96,17 @@ def fill(out: np.ndarray, found: Mapping[Any, jax.Array]) -> np.ndarray:
     return out
 
 
-def whole(arrays: Sequence[Any]) -> list[np.ndarray]:
-    """The whole values in host memory; may be the memory of the arrays themselves.
+def whole(arrays: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
+    """The whole values in host memory, and whether nobody else holds that memory.
 
     All of each must lie on devices of this process.
     """
     found = [shards(x) if isinstance(x, jax.Array) else {None: x} for x in arrays]
     start(found)
     return [
-        view(next(iter(f.values()))) if len(f) == 1 else fill(empty(x.shape, x.dtype), f)
+        (view(next(iter(f.values()))), False)
+        if len(f) == 1
+        else (fill(empty(x.shape, x.dtype), f), True)
         for x, f in zip(arrays, found, strict=True)
     ]
 
@@ -106,18 +115,16 @@ def on_cpu(sharding: Any) -> bool:
     return next(iter(sharding.device_set)).platform == "cpu"
 
 
-def in_place(x: Any, to: Any) -> bool:
-    """Whether every device holds already what it will hold."""
-    return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(to, x.ndim)
-
-
 def on_devices(arrays: Sequence[jax.Array], to: Sequence[NamedSharding]) -> list | None:
     """New arrays laid out as asked, made by collectives between the same devices.
 
     Returns `None` where the compiler would need more scratch memory than the arrays
     themselves: it replicates an array whose two layouts it cannot connect.
     """
-    given = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays)
+    given = tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+        for x in arrays
+    )
     program = _mover(given, tuple(to))
     return None if program is None else list(program(*arrays))
 
@@ -139,18 +146,9 @@ def _copy(*arrays):
     return tuple(map(jnp.copy, arrays))
 
 
-def private(x: jax.Array) -> jax.Array:
-    """A copy on the devices where `x` is."""
-    return jax.device_put(x, x.sharding, may_alias=False)
-
-
 def keeps_whole(x: jax.Array, to: Any) -> bool:
     """Whether a device of one-device array `x` holds all of it afterwards too, in which case
     `jax.device_put` may hand it the same memory, whatever `may_alias` says."""
     return to.shard_shape(x.shape) == x.shape and not x.sharding.device_set.isdisjoint(
         to.device_set
     )
-
-
-def is_on_one_device(x: Any) -> bool:
-    return isinstance(x, jax.Array) and len(x.sharding.device_set) == 1

@@ -14,7 +14,7 @@ import jax
 import jax.extend.core as jax_core
 import numpy as np
 from jax._src import core as src_core
-from jax._src import distributed, source_info_util
+from jax._src import distributed, source_info_util, xla_bridge
 from jax._src.array import ArrayImpl
 from jax.experimental import mesh_utils
 from jax.extend.core import Literal
@@ -149,11 +149,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 
 def has_subprogram(eqn: Any) -> bool:
     """Whether an equation contains a program: a loop, a branch, a custom derivative."""
-    return bool(jax_core.jaxprs_in_params(eqn.params)) or any(
-        isinstance(v, (jax_core.Jaxpr, jax_core.ClosedJaxpr))
-        for p in eqn.params.values()
-        for v in (p if isinstance(p, (tuple, list)) else (p,))
-    )
+    return next(iter(jax_core.jaxprs_in_params(eqn.params)), None) is not None
 
 
 def eqn_context(eqn: Any):

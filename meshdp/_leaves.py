@@ -36,6 +36,16 @@ class Leaves:
         """The arrays with a leading dimension."""
         return [i for i in self.arrays if self.shape(i)]
 
+    def all_lie(self, where: Sequence[Any]) -> bool:
+        """Whether no leaf needs a new array object."""
+        for i in self.arrays:
+            x, to = self.values[i], where[i]
+            if to is not None and not (
+                isinstance(x, jax.Array) and x.committed and x.sharding == to
+            ):
+                return False
+        return True
+
     def names(self) -> list[str]:
         paths = jtu.tree_leaves_with_path(self.tree)
         return [path_str(path) or "(root)" for path, _ in paths]
@@ -92,7 +102,7 @@ class Leaves:
             if why:
                 problems.append(f"  {self.names()[i]}: {why}")
         if problems:
-            raise TypeError(f"{len(problems)} leaves cannot be placed:\n" + "\n".join(problems))
+            raise TypeError(f"{counted(problems)} cannot be placed:\n" + "\n".join(problems))
 
     def _refuse_deleted(self) -> None:
         gone = [
@@ -102,7 +112,7 @@ class Leaves:
         ]
         if gone:
             raise ValueError(
-                f"{len(gone)} leaves were deleted, or donated to a step:\n"
+                f"Deleted, or donated to a step: {counted(gone)}:\n"
                 + "\n".join(gone)
                 + "\nUse what the step returned, or copy before: meshdp.place(tree, shardings)."
             ) from None
@@ -118,6 +128,10 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 
 
+def counted(leaves: Sequence[Any]) -> str:
+    return "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
+
+
 def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -128,7 +142,9 @@ def _why_not(x: Any) -> str | None:
         return "traced by jit, grad or vmap. Use meshdp.constrain inside, and place outside."
     if isinstance(x, jax.ShapeDtypeStruct):
         return "a shape without a value. Make the value: jax.jit(make, out_shardings=...)()."
-    if isinstance(x, np.ndarray) and (x.dtype.kind in "OSUMm" or x.dtype.names):
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array. Fill the gaps, x.filled(0), and pass the mask beside it."
+    if isinstance(x, (np.ndarray, np.generic)) and (x.dtype.kind in "OSUMm" or x.dtype.names):
         return f"{x.dtype} is not a dtype of JAX. Turn it into numbers, or take it out."
     return None
 
@@ -146,7 +162,7 @@ def match(shardings: Any, leaves: Leaves) -> list[Any]:
     ]
     if wrong:
         raise TypeError(
-            f"{len(wrong)} leaves of shardings are neither a NamedSharding nor None:\n"
+            "shardings must consist of NamedShardings and None:\n"
             + "\n".join(wrong)
             + "\nA spec becomes one with a mesh: NamedSharding(mesh, P(...))."
         )
@@ -154,14 +170,28 @@ def match(shardings: Any, leaves: Leaves) -> list[Any]:
         below = prefix.flatten_up_to(leaves.tree)
     except ValueError as e:
         raise ValueError(
-            "shardings must have the structure of the tree, or end earlier, with one sharding "
-            f"for all that is below.\n  shardings: {prefix}\n"
-            f"  tree:      {jtu.tree_structure(leaves.tree)}\nJAX says: {e}"
+            "shardings must have the structure of the tree, or end earlier, with one for all "
+            f"that is below:\n{_differences(leaves.tree, shardings, stop, str(e))}"
         ) from None
     where: list[Any] = []
     for s, part in zip(flat, below, strict=True):
         where += [s] * jtu.tree_structure(part).num_leaves
     return where
+
+
+def _differences(tree: Any, shardings: Any, stop: Callable, otherwise: str) -> str:
+    """Which leaves have no sharding, and which shardings no leaf; the first 10 of each."""
+    below = [path for path, _ in jtu.tree_leaves_with_path(tree)]
+    above = [path for path, _ in jtu.tree_leaves_with_path(shardings, is_leaf=stop)]
+    ends = set(above)
+    starts = {path[:n] for path in below for n in range(len(path) + 1)}
+    bare = [p for p in below if not any(p[:n] in ends for n in range(len(p) + 1))]
+    idle = [p for p in above if p not in starts]
+    lines = [f"  tree{path_str(p)}: no sharding" for p in bare[:10]]
+    lines += [f"  ... and {len(bare) - 10} more leaves"] * (len(bare) > 10)
+    lines += [f"  shardings{path_str(p)}: no leaf" for p in idle[:10]]
+    lines += [f"  ... and {len(idle) - 10} more shardings"] * (len(idle) > 10)
+    return "\n".join(lines) or f"  {otherwise}"
 
 
 def same_specs(leaves: Leaves, mesh: Mesh) -> list[Any]:
@@ -179,7 +209,7 @@ def same_specs(leaves: Leaves, mesh: Mesh) -> list[Any]:
             problems.append(f"  {leaves.names()[i]}: shape {np.shape(x)}, {lies}")
     if problems:
         raise ValueError(
-            f"{len(problems)} leaves do not lie on a mesh, so they have no spec to keep:\n"
+            f"Not on a mesh, so without a spec to keep: {counted(problems)}:\n"
             + "\n".join(problems)
             + "\nGive a sharding for each leaf instead of a mesh."
         )

@@ -46,19 +46,19 @@ def put(
 
 def read(arrays: Sequence[Any]) -> list[np.ndarray]:
     """The whole values, in memory that the caller may change."""
-    return [y if ours else np.array(y) for y, ours in _values(arrays)]
+    return [
+        y if ours else np.array(y)
+        for part in _blocks.groups([x.nbytes for x in arrays])
+        for y, ours in _values([arrays[i] for i in part])
+    ]
 
 
 def _values(arrays: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
     """The whole values in host memory, and whether nobody else holds that memory."""
-    here = [not isinstance(x, jax.Array) or x.is_fully_addressable for x in arrays]
-    near = iter(_blocks.whole([x for x, h in zip(arrays, here, strict=True) if h]))
-    apart = iter(_processes.gather([x for x, h in zip(arrays, here, strict=True) if not h]))
-    # What is put together from several shards is new; a single shard may be the shard itself.
-    split = [isinstance(x, jax.Array) and not x.is_fully_replicated for x in arrays]
-    return [
-        (next(near), s) if h else (next(apart), True) for h, s in zip(here, split, strict=True)
-    ]
+    apart = list(map(_blocks.is_apart, arrays))
+    here = iter(_blocks.whole([x for x, a in zip(arrays, apart, strict=True) if not a]))
+    there = iter(_processes.gather([x for x, a in zip(arrays, apart, strict=True) if a]))
+    return [(next(there), True) if a else next(here) for a in apart]
 
 
 def _way(x: Any, to: Any, share: bool, wait: bool) -> Callable:
@@ -82,7 +82,18 @@ def _way(x: Any, to: Any, share: bool, wait: bool) -> Callable:
 
 
 def _as_it_is(xs, to, names):
-    return jax.device_put(xs, to)
+    # `device_put` would copy what other processes hold a part of.
+    apart = [_blocks.is_apart(x) and x.sharding != s for x, s in zip(xs, to, strict=True)]
+    rest = iter(
+        jax.device_put(
+            [x for x, a in zip(xs, apart, strict=True) if not a],
+            [s for s, a in zip(to, apart, strict=True) if not a],
+        )
+    )
+    return [
+        _blocks.same_memory(x, s) if a else next(rest)
+        for x, s, a in zip(xs, to, apart, strict=True)
+    ]
 
 
 def _copied(xs, to, names):
@@ -140,12 +151,10 @@ def _same_everywhere(xs, to, names) -> None:
     """Raises if processes are about to make one array from different values."""
     about: dict[tuple[int, ...], list[int]] = {}
     for i, (x, s) in enumerate(zip(xs, to, strict=True)):
-        if not s.is_fully_addressable and not (
-            isinstance(x, jax.Array) and not x.is_fully_addressable
-        ):
+        if not s.is_fully_addressable and not _blocks.is_apart(x):
             about.setdefault(tuple(_processes.processes_of(s)), []).append(i)
     for processes, members in about.items():
-        sums = [_checksum(x) for x in _blocks.whole([xs[i] for i in members])]
+        sums = [_checksum(x) for x, _ in _blocks.whole([xs[i] for i in members])]
         called = lambda members=members: list(map(names().__getitem__, members))
         faults = _processes.disagreements("place", processes, [(c, c) for c in sums], called)
         if faults:

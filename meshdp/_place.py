@@ -52,6 +52,8 @@ def place(tree: Any, shardings: Any, *, share: bool = False) -> Any:
     """
     leaves = Leaves(tree)
     where = match(shardings, leaves)
+    if share and leaves.all_lie(where):
+        return tree
     leaves.check(where)
     return leaves.replaced(where, partial(_move.put, share=share))
 
