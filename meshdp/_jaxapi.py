@@ -152,6 +152,17 @@ def has_subprogram(eqn: Any) -> bool:
     return next(iter(jax_core.jaxprs_in_params(eqn.params)), None) is not None
 
 
+def subprograms(eqn: Any) -> list[Any]:
+    """The programs inside an equation: the body of a loop, branches, what `jit` wraps."""
+    kinds = (jax_core.Jaxpr, jax_core.ClosedJaxpr)
+    return [
+        v
+        for p in eqn.params.values()
+        for v in (p if isinstance(p, (tuple, list)) else (p,))
+        if isinstance(v, kinds)
+    ]
+
+
 def eqn_context(eqn: Any):
     """The context an equation was traced in: its name stack, source line and settings."""
     stack = contextlib.ExitStack()
