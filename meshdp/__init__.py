@@ -1,4 +1,4 @@
-"""Train any JAX pytree model on many devices: as easy as one decorator, as exact as one device."""
+"""Train any JAX pytree model on many devices, as exactly as on one."""
 
 from ._constrain import constrain as constrain
 from ._distribute import Distributed as Distributed

@@ -15,37 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .. import _jaxapi, _spec
-from ._gather import Sharded, gather, inside, run, sharded
+from ._gather import Sharded, gather, run, sharded
 from ._mean import Mean
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How the gradients of one step are computed on a mesh."""
-
-    sizes: tuple[tuple[str, int], ...]
-    """Devices along each mesh axis."""
-    weights: tuple[P, ...]
-    """The spec of each array of the model."""
-    trains: tuple[bool, ...]
-    """Which arrays of the model get a gradient."""
-    grads: tuple[P, ...]
-    """The spec that each gradient comes out with: the weight's, or split further."""
-    batch: P
-    accumulate: int
-    gather: str
-    """`"microbatch"` or `"step"`: how often fsdp weights are gathered."""
-
-    @property
-    def manual(self) -> frozenset[str]:
-        # Axes of one device are manual too: where nothing is left to the compiler's
-        # partitioner, it does not run.
-        return frozenset(a for a, n in self.sizes if a in ("data", "fsdp") or n == 1)
-
-    @property
-    def reduced(self) -> tuple[str, ...]:
-        """The axes over which the batch is split, and so the sums are taken."""
-        return tuple(a for a, n in self.sizes if a in ("data", "fsdp") and n > 1)
+from ._plan import Plan
+from ._reduce import reduce
 
 
 def sums(
@@ -116,7 +89,10 @@ def _per_device(loss, plan: Plan, weights, batch, index, key):
     else:
         grads, means = _accumulate(differentiate, plan.accumulate, trained, batch, keys)
     kept = [p for p, t in zip(pieces, plan.trains, strict=True) if t]
-    return _reduce(plan, kept, grads, means)
+    mean, aux = means
+    if plan.reduced:
+        mean, aux = lax.psum((mean, aux), plan.reduced)
+    return reduce(plan, kept, grads), mean, aux
 
 
 def _merge(trains, pieces, trained):
@@ -172,69 +148,3 @@ def _accumulate(differentiate, count, trained, batch, keys):
 
     (grads, means), _ = lax.scan(step, (zeros(trained), zeros(shapes)), micro)
     return grads, means
-
-
-def _reduce(plan: Plan, weights, grads, means):
-    """Sums over the devices: each gradient once, all that go whole in one operation."""
-    mean, aux = means
-    out: list[Any] = [None] * len(grads)
-    whole: dict[tuple[str, ...], list[int]] = {}
-    specs = [s for s, t in zip(plan.grads, plan.trains, strict=True) if t]
-    for i, (w, g, spec) in enumerate(zip(weights, grads, specs, strict=True)):
-        dims = _spec.entries(spec, g.ndim)
-        held = w.dims if isinstance(w, Sharded) else ((),) * g.ndim
-        # The axes that the backward pass has summed over already, by reduce-scatter.
-        done = {
-            a for d in range(g.ndim) for a in (w.split(d) if isinstance(w, Sharded) else ())
-        }
-        for dim in range(g.ndim):
-            new = tuple(a for a in dims[dim] if a in plan.reduced and a not in done)
-            if new:
-                auto = tuple(tuple(a for a in d if a not in plan.manual) for d in held)
-                g = inside(_scatter(dim, new), auto, auto, mixed=bool(auto[dim]))(g)
-                done |= set(new)
-        rest = tuple(a for a in plan.reduced if a not in done)
-        out[i] = g
-        if rest:
-            whole.setdefault(rest, []).append(i)
-    scalars = (mean, aux)
-    for axes, indices in whole.items():
-        summed = lax.psum([out[i] for i in indices], axes)
-        for i, g in zip(indices, summed, strict=True):
-            out[i] = g
-    if plan.reduced:
-        scalars = lax.psum(scalars, plan.reduced)
-    return out, *scalars
-
-
-def _scatter(dim: int, axes: tuple[str, ...]) -> Callable:
-    return lambda g: lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
-
-
-def norm(grads: Sequence[Any], specs: Sequence[P], mesh: Any) -> jax.Array:
-    """The global norm of gradients that lie as `specs`, each device reading its own part."""
-    sizes = dict(mesh.shape)
-    over = [
-        tuple(a for a in mesh.axis_names if a in _spec.axes_of(s) and sizes[a] > 1)
-        for s in specs
-    ]
-
-    def per_device(grads):
-        parts: dict[tuple[str, ...], Any] = {}
-        for axes, g in zip(over, grads, strict=True):
-            square = jnp.sum(
-                jnp.square(jnp.abs(g).astype(jnp.promote_types(g.real.dtype, jnp.float32)))
-            )
-            parts[axes] = parts.get(axes, 0.0) + square
-        total = jnp.zeros(())
-        for axes, part in parts.items():
-            total += lax.psum(part, axes) if axes else part
-        return jnp.sqrt(total)
-
-    return _jaxapi.shard_map(
-        per_device,
-        mesh=mesh,
-        in_specs=(list(specs),),
-        out_specs=P(),
-        axis_names=set(mesh.axis_names),
-    )(list(grads))

@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 from .. import _spec, _tree
 from .._distribute import BATCH, Distributed, _describe, check_options, spec_leaves
 from .._layout import Layout, fsdp
-from . import _gradients
+from ._gradients import sums
 from ._mean import Mean
+from ._plan import Plan
+from ._reduce import norm
 from ._state import TrainState
 
 GATHER = ("microbatch", "step")
@@ -35,6 +37,8 @@ class TrainStep(Distributed):
         self._loss_fn, self._optimizer = loss_fn, optimizer
         self._accumulate, self._gather = accumulate, gather
         self._shard_update = shard_update
+        self._options = {**options, "donate": False}
+        self._probe: _Gradients | None = None
 
     def init(self, make_model: Callable, key: Any, *args: Any) -> TrainState:
         """Makes the state on the mesh, each leaf in its place from the start.
@@ -53,12 +57,27 @@ class TrainStep(Distributed):
 
         def make(key, *args):
             model = make_model(key, *args)
-            opt_state = self._optimizer.init(_filter(model))
+            opt_state = self._optimizer.init(trained(model))
             # `split` counts from 0, so a number that large is no sibling of the model's keys.
             run_key = jax.random.fold_in(key, 2**31 - 1)
             return TrainState(model, opt_state, jnp.zeros((), jnp.int32), run_key)
 
         return super().init(make, key, *args)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        return self._optimizer
+
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """The gradient of the mean loss and the metrics, without a step.
+
+        The gradients come as the model does, with `None` for what does not train, each laid
+        out as the optimizer gets it. Nothing is donated; the step does not count.
+        """
+        if self._probe is None:
+            self._probe = _Gradients(self)
+        _, (grads, metrics) = self._probe(state, batch)
+        return grads, metrics
 
     def _join(self, structure, arrays):
         return TrainState.from_flat(arrays, structure)
@@ -74,6 +93,24 @@ class TrainStep(Distributed):
         return found.replace(opt_state=opt_state)
 
     def _body(self, state: TrainState, batch: Any):
+        model, structure = _tree.split(state.model, "model")
+        which, grads, grad_specs, model_specs, metrics = self._differentiate(state, batch)
+        params = [
+            lax.with_sharding_constraint(model[i], grad_specs[i])
+            if grad_specs[i] != model_specs[i]
+            else model[i]
+            for i in which
+        ]
+        as_tree = lambda values: only(structure, which, values)
+        updates, opt_state = self._optimizer.update(
+            as_tree(grads), state.opt_state, as_tree(params)
+        )
+        new = jtu.tree_leaves(optax.apply_updates(as_tree(params), updates))
+        for i, x in zip(which, new, strict=True):
+            model[i] = x
+        return TrainState(structure.join(model), opt_state, state.step + 1, state.key), metrics
+
+    def _differentiate(self, state: TrainState, batch: Any):
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"This step takes a TrainState, not {_describe(state)}. "
@@ -83,7 +120,7 @@ class TrainStep(Distributed):
         trains = [trainable(x) for x in model]
         model_specs = self._flat_specs(state)
         grad_specs = [self._grad_spec(s, x) for s, x in zip(model_specs, model, strict=True)]
-        plan = _gradients.Plan(
+        plan = Plan(
             sizes=tuple(self.mesh.shape.items()),
             weights=tuple(model_specs),
             trains=tuple(trains),
@@ -98,32 +135,19 @@ class TrainStep(Distributed):
             return checked(self._loss_fn(structure.join(arrays), batch, keys), self._name())
 
         key = jax.random.fold_in(state.key, state.step)
-        grads, mean, aux = _gradients.sums(loss, plan, self.mesh, model, batch, key)
+        grads, mean, aux = sums(loss, plan, self.mesh, model, batch, key)
 
         # Where no example counts there is nothing to learn: a gradient of 0, not 0 / 0.
         scale = jnp.where(mean.weight == 0, 0.0, 1 / mean.weight)
         grads = [(g * scale.astype(g.real.dtype)) for g in grads]
-        trained = [i for i, t in enumerate(trains) if t]
+        which = [i for i, t in enumerate(trains) if t]
         metrics = {
             "loss": mean.value(),
             "weight": mean.weight,
-            "grad_norm": _gradients.norm(grads, [grad_specs[i] for i in trained], self.mesh),
+            "grad_norm": norm(grads, [grad_specs[i] for i in which], self.mesh),
             **{name: m.value() for name, m in aux.items()},
         }
-        params = [
-            lax.with_sharding_constraint(model[i], grad_specs[i])
-            if grad_specs[i] != model_specs[i]
-            else model[i]
-            for i in trained
-        ]
-        as_tree = lambda values: _only(structure, trained, values)
-        updates, opt_state = self._optimizer.update(
-            as_tree(grads), state.opt_state, as_tree(params)
-        )
-        new = jtu.tree_leaves(optax.apply_updates(as_tree(params), updates))
-        for i, x in zip(trained, new, strict=True):
-            model[i] = x
-        return TrainState(structure.join(model), opt_state, state.step + 1, state.key), metrics
+        return which, grads, grad_specs, model_specs, metrics
 
     def _flat_specs(self, state):
         """The spec of each array of the model."""
@@ -159,24 +183,47 @@ class TrainStep(Distributed):
                 )
 
 
+# Smaller parameters are updated whole on every device: nothing would be saved.
 MIN_SHARD = 2**12
 
 
+class _Gradients(TrainStep):
+    """A step that computes gradients and takes none of them."""
+
+    def __init__(self, step: TrainStep):
+        super().__init__(
+            step._loss_fn,
+            step._optimizer,
+            accumulate=step._accumulate,
+            gather=step._gather,
+            shard_update=step._shard_update,
+            **{**step._options, "mesh": step.mesh},
+        )
+
+    def _body(self, state, batch):
+        which, grads, _, _, metrics = self._differentiate(state, batch)
+        structure = _tree.split(state.model, "model")[1]
+        return state, (only(structure, which, grads), metrics)
+
+
 def widen(spec: P, shape: tuple[int, ...], axis: str, sizes) -> P:
-    """Splits the largest free dimension that divides over one more axis."""
+    """Splits the first free dimension that divides over one more axis.
+
+    The first, since a scatter along another one copies the gradient transposed on CPU.
+    """
     dims = list(_spec.entries(spec, len(shape)))
     free = [d for d, e in enumerate(dims) if not e and shape[d] and shape[d] % sizes[axis] == 0]
     if not free:
         return spec
-    dims[max(free, key=lambda d: (shape[d], -d))] = (axis,)
+    dims[free[0]] = (axis,)
     return _spec.from_entries(dims)
 
 
-def _filter(model):
+def trained(model):
     return jax.tree.map(lambda x: x if trainable(x) else None, model)
 
 
-def _only(structure: _tree.Structure, which, values):
+def only(structure: _tree.Structure, which, values):
     leaves = [None] * (len(structure.positions) + len(structure.static))
     for i, x in zip(which, values, strict=True):
         leaves[structure.positions[i]] = x

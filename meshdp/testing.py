@@ -1,0 +1,266 @@
+"""Proof that many devices give one device's numbers, on forced CPU devices if need be."""
+
+import dataclasses
+import os
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import _jaxapi, _tree
+from ._distribute import Distributed
+from ._place import place, to_host
+from .train._state import TrainState
+from .train._step import TrainStep, only, trainable, trained
+
+
+def force_devices(n: int) -> None:
+    """Makes JAX see `n` CPU devices; for the head of a script or a conftest.
+
+    **Raises:**
+
+    - `RuntimeError`: if JAX has started with other devices, and it is too late.
+    - `ValueError`: if `n` is not a whole number from 1.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"force_devices takes a whole number of devices from 1, not {n!r}.")
+    if _jaxapi.backend_is_up():
+        have = jax.devices()
+        if len(have) == n and have[0].platform == "cpu":
+            return
+        raise RuntimeError(
+            f"force_devices({n}) comes too late: JAX has started with {len(have)} "
+            f"{have[0].platform} device{'s' if len(have) > 1 else ''}. Call it before anything "
+            "asks for devices or makes an array, at the head of the script or conftest.py."
+        )
+    # XLA's own flag would contradict the setting below.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\S*", "", flags)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """What `verify` compared, and how far apart the two runs were."""
+
+    devices: int
+    leaves: int
+    worst: float
+    """The largest difference, relative to the largest number of its leaf."""
+    worst_leaf: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.leaves} leaves agree on {self.devices} devices and on one; the largest "
+            f"relative difference is {self.worst:.1e}, in {self.worst_leaf}"
+        )
+
+
+def verify(
+    step: Distributed, state: Any, batch: Any, *args: Any, rtol: float | None = None
+) -> Parity:
+    """Runs a step on its mesh and on one device, and compares every leaf.
+
+    For a step of `make_train_step`, the one device runs plain `jax.grad` of the mean loss over
+    the whole batch: the gradients are compared, then the metrics, then the optimizer's update
+    of the mesh's own gradients (compared by itself, because an optimizer such as Adam blows
+    the rounding of a vanishing gradient up to a whole update). For a step of `distributed`,
+    the one device runs the function as it was written, under plain `jax.jit`.
+
+    **Arguments:**
+
+    - `step`: of `distributed` or `make_train_step`.
+    - `state`, `batch`, `args`: as for a call. Nothing is donated: the state stays alive. The
+        whole of it must fit on one device.
+    - `rtol`: the difference allowed, relative to the largest number of a leaf. If `None`, 1e-4
+        in float32, 1e-8 in float64, and 8 units of rounding in smaller types. A leaf that is
+        nothing but rounding next to the others of its kind is compared on their scale.
+
+    **Raises:**
+
+    - `AssertionError`: naming the first leaf that differs, by what factor, and how many more.
+    """
+    if not isinstance(step, Distributed):
+        raise TypeError(
+            f"verify takes a step made by meshdp.distributed or meshdp.make_train_step, not a "
+            f"{type(step).__name__}. Wrap the function: meshdp.distributed(step)."
+        )
+    device = step.mesh.devices.flat[0]
+    whole = jax.device_put(_arrays(to_host((state, batch, args))), device)
+    whole = _tree.split((state, batch, args), "state", dynamic=_tree.is_array)[1].join(whole)
+    if isinstance(step, TrainStep):
+        pairs = _train_pairs(step, state, batch, whole)
+    else:
+        pairs = _plain_pairs(step, state, batch, args, whole)
+    return _compare(pairs, step.mesh.devices.size, rtol)
+
+
+def _arrays(tree):
+    return _tree.split(tree, "state", dynamic=_tree.is_array)[0]
+
+
+def _copy(step: Distributed, state):
+    return place(state, step.shardings(state))
+
+
+def _plain_pairs(step, state, batch, args, whole):
+    have = step(_copy(step, state), batch, *args)
+    arrays, structure = _tree.split(whole, "state")
+
+    def run(arrays):
+        state, batch, args = structure.join(arrays)
+        out, rest = _tree.split(
+            step.__wrapped__(state, batch, *args), "out", dynamic=_tree.is_array_or_number
+        )
+        return out, _tree.Static(rest)
+
+    out, rest = jax.jit(run)(arrays)
+    want = rest.value.join(out)
+    return [("state", have[0], want[0]), ("aux", have[1], want[1])]
+
+
+def _train_pairs(step: TrainStep, state: TrainState, batch, whole):
+    grads, metrics = step.gradients(state, batch)
+    new, _ = step(_copy(step, state), batch)
+    state1, batch1, _ = whole
+    arrays, structure = _tree.split(state1.model, "model")
+    which = [i for i, x in enumerate(arrays) if trainable(x)]
+    rows = jax.tree.leaves(batch1)[0].shape[0]
+
+    def mean(params, arrays, opt_key, batch):
+        arrays = list(arrays)
+        for i, x in zip(which, params, strict=True):
+            arrays[i] = x
+        keys = jax.vmap(lambda i: jax.random.fold_in(opt_key, i))(jnp.arange(rows))
+        out = step.__wrapped__(structure.join(arrays), batch, keys)
+        out, aux = out if isinstance(out, tuple) else (out, {})
+        return out.total / out.weight, (out.weight, {k: m.value() for k, m in aux.items()})
+
+    key = jax.random.fold_in(state1.key, state1.step)
+    run = jax.jit(jax.value_and_grad(mean, has_aux=True))
+    params = [arrays[i] for i in which]
+    (loss, (weight, aux)), want = run(params, arrays, key, batch1)
+    want_metrics = {
+        "loss": loss,
+        "weight": weight,
+        "grad_norm": optax.tree.norm(want),
+        **aux,
+    }
+
+    @jax.jit
+    def update(grads, opt_state, params):
+        as_tree = lambda values: only(structure, which, values)
+        updates, opt_state = step.optimizer.update(as_tree(grads), opt_state, as_tree(params))
+        return jtu.tree_leaves(optax.apply_updates(as_tree(params), updates)), opt_state
+
+    one = NamedSharding(_jaxapi.auto_mesh(np.array([step.mesh.devices.flat[0]]), ("x",)), P())
+    mine = jax.device_put(to_host(jtu.tree_leaves(grads)), one)
+    params, opt_state = jax.device_put(
+        to_host(([_pick(state.model, i) for i in which], state.opt_state)), one
+    )
+    new_params, new_opt = update(mine, opt_state, params)
+    return [
+        ("gradient", grads, only(structure, which, want)),
+        ("metrics", metrics, want_metrics),
+        ("model", trained(new.model), only(structure, which, new_params)),
+        ("opt_state", new.opt_state, new_opt),
+    ]
+
+
+def _pick(model, i):
+    return _tree.split(model, "model")[0][i]
+
+
+def _compare(pairs, devices: int, rtol: float | None) -> Parity:
+    problems, count, worst, worst_leaf = [], 0, 0.0, "none"
+    for name, have, want in pairs:
+        have, want = to_host(have), to_host(want)
+        found, other = jtu.tree_leaves_with_path(have), jtu.tree_leaves(want)
+        scale = max((_largest(x) for x in other), default=0.0)
+        for (path, a), b in zip(found, other, strict=True):
+            where = name + jtu.keystr(path)
+            if not _tree.is_array_or_number(b):
+                if a != b:
+                    problems.append(f"  {where}: {a!r} on the mesh, {b!r} on one device")
+                continue
+            count += 1
+            limit = _rtol(b) if rtol is None else rtol
+            difference, words = _difference(_numbers(a), _numbers(b), scale)
+            if not difference <= limit:
+                problems.append(f"  {where}: {words}")
+            if difference > worst:
+                worst, worst_leaf = difference, where
+    if problems:
+        shown = problems[:8]
+        more = len(problems) - len(shown)
+        raise AssertionError(
+            f"{len(problems)} of {count} leaves differ between {devices} devices and one:\n"
+            + "\n".join(shown)
+            + (f"\n  and {more} more" if more else "")
+        )
+    return Parity(devices, count, worst, worst_leaf)
+
+
+def _numbers(x) -> np.ndarray:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _largest(x) -> float:
+    if not _tree.is_array_or_number(x):
+        return 0.0
+    return float(np.abs(_numbers(x)).max(initial=0.0))
+
+
+def _rtol(x) -> float:
+    dtype = getattr(x, "dtype", np.dtype(float))
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    eps = float(jnp.finfo(dtype).eps)
+    return 1e-8 if eps < 1e-12 else 1e-4 if eps < 1e-6 else 8 * eps
+
+
+def _difference(a: np.ndarray, b: np.ndarray, scale: float) -> tuple[float, str]:
+    """How far `a` is from `b`, relative to the largest of `b`, and in words."""
+    if a.shape != b.shape:
+        return np.inf, f"shape {a.shape} on the mesh, {b.shape} on one device"
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return np.inf, (
+            f"{(~np.isfinite(a)).sum()} numbers are not finite on the mesh, "
+            f"{(~np.isfinite(b)).sum()} on one device"
+        )
+    fine = np.isfinite(b)
+    a, b = a[fine], b[fine]
+    if not b.size:
+        return 0.0, "equal"
+    size = max(float(np.abs(b).max()), 1e-6 * scale)
+    gap = np.abs(a - b)
+    if not gap.max():
+        return 0.0, "equal"
+    difference = float(gap.max() / size) if size else np.inf
+    square = float(np.vdot(b, b).real)
+    ratio = float(np.vdot(b, a).real) / square if square else np.inf
+    if np.isfinite(ratio) and np.abs(a - ratio * b).max() <= 1e-2 * np.abs(a).max():
+        return difference, f"{ratio:.4g} times what one device gives{_guess(ratio)}"
+    i = int(gap.argmax())
+    return (
+        difference,
+        f"differs by {gap[i]:.3g}: {a[i]:.6g} on the mesh, {b[i]:.6g} on one device",
+    )
+
+
+def _guess(ratio: float) -> str:
+    if ratio > 1.5 and abs(ratio - round(ratio)) < 1e-3 * ratio:
+        return ": a sum where a mean was expected?"
+    if 0 < ratio < 0.67 and abs(1 / ratio - round(1 / ratio)) < 1e-3 / ratio:
+        return ": a mean where a sum was expected?"
+    return ""

@@ -1,0 +1,39 @@
+"""How the gradients of one step are computed on a mesh. Pure."""
+
+import dataclasses
+
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the gradients of one step are computed on a mesh."""
+
+    sizes: tuple[tuple[str, int], ...]
+    """Devices along each mesh axis."""
+    weights: tuple[P, ...]
+    """The spec of each array of the model."""
+    trains: tuple[bool, ...]
+    """Which arrays of the model get a gradient."""
+    grads: tuple[P, ...]
+    """The spec that each gradient comes out with: the weight's, or split further."""
+    batch: P
+    accumulate: int
+    gather: str
+    """`"microbatch"` or `"step"`: how often fsdp weights are gathered."""
+
+    @property
+    def manual(self) -> frozenset[str]:
+        # Axes of one device are manual too: where nothing is left to the compiler's
+        # partitioner, it does not run.
+        return frozenset(a for a, n in self.sizes if a in ("data", "fsdp") or n == 1)
+
+    @property
+    def trained(self) -> list[P]:
+        """The spec of each gradient."""
+        return [s for s, t in zip(self.grads, self.trains, strict=True) if t]
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes over which the batch is split, and so the sums are taken."""
+        return tuple(a for a, n in self.sizes if a in ("data", "fsdp") and n > 1)
