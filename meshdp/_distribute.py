@@ -31,6 +31,7 @@ class Program:
         self.state, self.batch, self.args = state, batch, args
         self.shardings = step._state_shardings(state, state_shapes)
         self.seen = self.shardings
+        self.rows_seen: list[Any] | None = None
         replicated = NamedSharding(step.mesh, P())
 
         def run(state_arrays, batch_arrays, args_arrays):
@@ -282,16 +283,22 @@ class Distributed:
             self._last = last
         if more:
             more = place(more, NamedSharding(self.mesh, P()), share=True)
-        return last, arrays, self._place_batch(b, rows), more
+        return last, arrays, self._place_batch(last, rows), more
 
-    def _place_batch(self, structure: _tree.Structure, rows):
+    def _place_batch(self, program: Program, rows):
+        seen = program.rows_seen
+        if seen is not None and all(isinstance(x, jax.Array) for x in rows):
+            if list(map(_sharding, rows)) == seen:
+                return rows
         if rows and isinstance(rows[0], jax.ShapeDtypeStruct):
             sharding = NamedSharding(self.mesh, self._batch)
             return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in rows]
         # What is not an array of JAX's can change under a step that has not run yet: copied.
         share = all(isinstance(x, jax.Array) for x in rows)
-        batch = shard_batch(structure.join(rows), self.mesh, self._batch, share=share)
-        return _tree.split(batch, "batch")[0]
+        batch = shard_batch(program.batch.join(rows), self.mesh, self._batch, share=share)
+        placed = _tree.split(batch, "batch")[0]
+        program.rows_seen = list(map(_sharding, placed))
+        return placed
 
 
 def distributed(

@@ -81,14 +81,14 @@ def split(tree: Any, name: str, *, dynamic=is_array, like: Structure | None = No
     leaves, treedef = jtu.tree_flatten(tree)
     if like is not None and treedef == like.treedef:
         if not like.static:
-            if all(map(dynamic, leaves)):
+            if _all(dynamic, leaves):
                 return leaves, like
         elif all(
             leaves[i] is x or (type(leaves[i]) is type(x) and leaves[i] == x)
             for i, x in like.static
         ):
             arrays = _pick(leaves, like.positions)
-            if all(map(dynamic, arrays)):
+            if _all(dynamic, arrays):
                 return arrays, like
     positions = tuple(i for i, x in enumerate(leaves) if dynamic(x))
     taken = set(positions)
@@ -99,6 +99,11 @@ def split(tree: Any, name: str, *, dynamic=is_array, like: Structure | None = No
         _refuse_unhashable(tree, name, taken)
         raise
     return [leaves[i] for i in positions], structure
+
+
+def _all(dynamic, leaves) -> bool:
+    """Whether every leaf is data, asked once for each type: there may be thousands."""
+    return all(map(dynamic, dict(zip(map(type, leaves), leaves, strict=True)).values()))
 
 
 def _pick(leaves, positions):
