@@ -163,10 +163,10 @@ def _fault_text(faults: list[tuple[int, str]], in_axes: Any, names: Names) -> st
 
 def _size_text(sizes: list[tuple[int, int]], in_axes: Any, names: Names) -> str:
     leaves, owners = names.leaves(), names.owners()
-    first: dict[Any, int] = {}
+    told: dict[int, str] = {}  # the first leaf of each size
     for i, n in sizes:
-        first.setdefault((owners[i], n), i)
-    told = [f"`{leaves[i]}` has {n}" for (_, n), i in first.items()]
+        told.setdefault(n, f"`{leaves[i]}` has {n}")
+    first = {(owners[i], n) for i, n in sizes}
     # The data, which people put last, are what they mean to map, unless most arguments agree
     # on another size.
     counts = Counter(n for _, n in first)
@@ -174,7 +174,7 @@ def _size_text(sizes: list[tuple[int, int]], in_axes: Any, names: Names) -> str:
     keep = last if counts[last] == max(counts.values()) else counts.most_common(1)[0][0]
     odd = {owner for owner, n in first if n != keep}
     return (
-        f"pmap maps over dimensions of different sizes: {', '.join(told)}; to broadcast an "
+        f"pmap maps over dimensions of different sizes: {', '.join(told.values())}; to broadcast an "
         f"argument use in_axes={_suggest(in_axes, odd, names)}"
     )
 

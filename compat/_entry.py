@@ -118,7 +118,7 @@ class Entry:
                         continue
                 same = x.committed and x.sharding.is_equivalent_to(target, x.ndim)
                 (aside if same else moved).append(i)
-            else:
+            elif getattr(x, "dtype", None) != jax.dtypes.float0:  # which has no values
                 moved.append(i)
                 out[i] = np.bool_(x) if isinstance(x, bool) else x
         for group, share in ((aside, True), (moved, False)):
