@@ -11,7 +11,8 @@ _MESH = re.compile(
     r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*(?:\([^)]*\))?[^)]*)\))? "
     r"\{(?P<named>[^}]*)\}"
 )
-_IOTA = re.compile(r"\[(?P<shape>[\d,]+)\]<=\[(?P<of>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
+_COUNT = r"\[(?P<of>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+_IOTA = re.compile(r"\[(?P<shape>[\d,]+)\]<=" + _COUNT)
 _AXIS = re.compile(r"""['"]?(?P<name>[^'"=,:]+)['"]?(?::\((?P<pre>\d+)\)(?P<size>\d+))?""")
 
 
@@ -19,12 +20,11 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"-?\d+", text)]
 
 
-def _iota(found: re.Match) -> np.ndarray:
-    """`[4,2]<=[2,4]T(1,0)`: count up over [2,4], transpose, read off as [4,2]."""
-    ids = np.arange(np.prod(_numbers(found["of"]), dtype=int)).reshape(_numbers(found["of"]))
-    if found["order"]:
-        ids = ids.transpose(_numbers(found["order"]))
-    return ids.reshape(_numbers(found["shape"]))
+def _count(found: re.Match) -> np.ndarray:
+    """`[2,4]T(1,0)`: count up over [2,4], transpose, read off."""
+    of = _numbers(found["of"])
+    ids = np.arange(np.prod(of, dtype=int)).reshape(of)
+    return ids.transpose(_numbers(found["order"])).ravel() if found["order"] else ids.ravel()
 
 
 def parse_groups(text: str, everyone: int) -> list[list[int]]:
@@ -33,8 +33,8 @@ def parse_groups(text: str, everyone: int) -> list[list[int]]:
     - `{{0,1},{2,3}}`; `{}` means everyone together, `everyone` being how many that is
     - `[2,4]<=[4,2]T(1,0)`: rows of a transposed count
     - `mesh['data'=2,'tensor'=4] {'data'}`: axes of a mesh, perhaps a part of one
-      (`'tensor':(2)2` is the factor 2 that comes after a factor of 2), perhaps with
-      `device_ids=(...)`
+      (`'tensor':(2)2` is the factor 2 that comes after a factor of 2), perhaps with the
+      devices in another order, `device_ids=(0,2,1,3)` or `device_ids=([2,2]T(1,0))`
 
     **Raises:**
 
@@ -44,7 +44,7 @@ def parse_groups(text: str, everyone: int) -> list[list[int]]:
     if found := _MESH.match(text):
         return _mesh_groups(found)
     if found := _IOTA.match(text):
-        return _iota(found).tolist()
+        return _count(found).reshape(_numbers(found["shape"])).tolist()
     if text in ("", "{}"):
         return [list(range(everyone))]
     if re.fullmatch(r"\{[\d,{} ]*\}", text):
@@ -62,8 +62,8 @@ def _mesh_groups(found: re.Match) -> list[list[int]]:
         sizes[name.strip("'\" ")] = int(size)
     ids = np.arange(np.prod([*sizes.values()], dtype=int))
     if found["ids"]:
-        iota = _IOTA.match(found["ids"])
-        ids = _iota(iota) if iota else np.array(_numbers(found["ids"]))
+        count = re.match(_COUNT, found["ids"])
+        ids = _count(count) if count else np.array(_numbers(found["ids"]))
     # Each axis is cut into (before, size, after), so that a part of an axis is a dimension
     # of its own.
     cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from meshdp.report._groups import axes_of, groups, pairs
 from meshdp.report._hlo_text import Array, Frame, Instruction, Module, parse
 from meshdp.report._loops import Runs, runs
+from meshdp.report._trace import Tracer
 
 KINDS = (
     "all-reduce",
@@ -66,8 +67,7 @@ class Collective:
     """`file:line` of the caller's own code, or "" where the program does not say."""
 
     op_name: str
-    """What JAX calls the operation (`jit(step)/transpose(jvp())/dot_general`), or the
-    argument that it moves (`params['w']`)."""
+    """What JAX calls the operation: `jit(step)/transpose(jvp())/dot_general`."""
 
     part: int | None = None
     """Number of the part within a fused collective; `None` if it is alone."""
@@ -78,6 +78,9 @@ class Collective:
 
     conditional: bool = False
     """Whether it is in a branch that may not run."""
+
+    argument: str = ""
+    """The argument of the program that it moves (`params['w']`), "" for what is computed."""
 
     name: str = ""
     """Name of the instruction in the compiled text. Parts of one collective share it."""
@@ -199,6 +202,7 @@ def module_collectives(
     for size in sizes.values():
         total *= size
     found: list[Collective] = []
+    tracer = Tracer(module)
     for name, run in runs(module).items():
         computation = module.computations[name]
         for op in computation.instructions:
@@ -210,7 +214,11 @@ def module_collectives(
                     f"The program runs on {devices} devices, but the mesh {dict(sizes)} has "
                     f"{total}. Pass the mesh that the step was compiled for."
                 )
-            operands = [a for o in op.operands for a in computation.by_name[o].arrays]
+            operands = [
+                (array, tracer.argument(computation, o))
+                for o in op.operands
+                for array in computation.by_name[o].arrays
+            ]
             found += _read(module, op, kind, operands, run, sizes, where)
     return tuple(found)
 
@@ -226,7 +234,7 @@ def _read(
     module: Module,
     op: Instruction,
     kind: str,
-    operands: list[Array],
+    operands: list[tuple[Array, str]],
     run: Runs,
     sizes: Mapping[str, int],
     where: Mapping[int, int] | None,
@@ -243,12 +251,12 @@ def _read(
     if where is not None:
         together = [[where[i] for i in group] for group in together]
     if kind == "all-to-all" and not op.opcode.startswith("ragged-") and len(operands) > 1:
-        piece = operands[0]
-        operands = [Array(piece.dtype, (len(operands), *piece.shape))]
+        piece, argument = operands[0]
+        operands = [(Array(piece.dtype, (len(operands), *piece.shape)), argument)]
     elif op.opcode.startswith("ragged-"):
         operands = operands[:1]
     source = source_line(module, op)
-    for number, array in enumerate(operands):
+    for number, (array, argument) in enumerate(operands):
         yield Collective(
             kind=kind,
             axes=axes_of(together, sizes),
@@ -263,6 +271,7 @@ def _read(
             part=number if len(operands) > 1 else None,
             group_size=n,
             conditional=run.conditional,
+            argument=argument,
             name=op.name,
         )
 

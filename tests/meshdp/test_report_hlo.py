@@ -42,7 +42,12 @@ def only(text: str, mesh=EIGHT):
         # ...and the fast half the factor 4 after 2.
         ("mesh['a'=8] {'a':(2)4}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("mesh[a=2,b=2], device_ids=(3,1,2,0) {a}", [[3, 2], [1, 0]]),
-        ("mesh[a=2,b=2], device_ids=([2,2]<=[2,2]T(1,0)) {a}", [[0, 1], [2, 3]]),
+        ("mesh[a=2,b=2], device_ids=([2,2]T(1,0)) {a}", [[0, 1], [2, 3]]),
+        # As 0.10.2 writes what automatic partitioning does on a 2 x 4 mesh.
+        (
+            "mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}",
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+        ),
     ],
 )
 def test_each_spelling_of_replica_groups_is_read(text, groups):
