@@ -64,14 +64,18 @@ def _put_own_rows(
         )
     )
     here = [i for i in range(len(xs)) if i not in out]
-    for i, (value, _) in zip(here, _blocks.whole([xs[i] for i in here]), strict=True):
-        out[i] = _from_rows(_blocks.own(value), to[i], blocks, count)
+    parts = [
+        _part(_blocks.own(value), to[i], blocks, count)
+        for i, (value, _) in zip(here, _blocks.whole([xs[i] for i in here]), strict=True)
+    ]
+    out.update(zip(here, _blocks.assemble(parts), strict=True))
     return [out[i] for i in range(len(xs))]
 
 
-def _from_rows(value: np.ndarray, to: NamedSharding, blocks: tuple[int, ...], count: int):
+def _part(value: np.ndarray, to: NamedSharding, blocks: tuple[int, ...], count: int):
+    """What `_blocks.assemble` takes."""
     if not entries(to.spec, 1)[0]:
-        return jax.make_array_from_callback(value.shape, to, value.__getitem__)
+        return value.shape, value.dtype, to, value.__getitem__
     size = value.shape[0] // len(blocks)  # rows in a block
 
     def read(index):
@@ -79,7 +83,7 @@ def _from_rows(value: np.ndarray, to: NamedSharding, blocks: tuple[int, ...], co
         first = blocks.index(start // size) * size if size else 0
         return value[(slice(first, first + stop - start), *index[1:])]
 
-    return jax.make_array_from_callback((count * size, *value.shape[1:]), to, read)
+    return (count * size, *value.shape[1:]), value.dtype, to, read
 
 
 def local(xs: Sequence[Any], _, names: Callable[[], list[str]]) -> list[np.ndarray]:
@@ -256,7 +260,7 @@ def _agree(leaves: Leaves, mesh: Mesh, axes: Sequence[str], blocks: Sequence[int
         raise
     members = [i for i in leaves.with_rows() if not _blocks.is_apart(leaves.values[i])]
     shapes = [leaves.shape(i) for i in members]
-    dtypes = [str(np.result_type(leaves.values[i])) for i in members]
+    dtypes = [str(leaves.values[i].dtype) for i in members]
     # What must be equal is the rows per block: a process may hold more blocks than another.
     fits = [(n // len(blocks), *tail, d) for (n, *tail), d in zip(shapes, dtypes, strict=True)]
     key = (mesh, tuple(axes), jtu.tree_structure(leaves.tree))

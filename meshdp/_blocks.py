@@ -2,13 +2,13 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 Block = tuple[slice, ...]
 
@@ -113,6 +113,47 @@ def whole(arrays: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
 
 def on_cpu(sharding: Any) -> bool:
     return next(iter(sharding.device_set)).platform == "cpu"
+
+
+def assemble(
+    parts: Sequence[tuple[Sequence[int], Any, NamedSharding, Callable[[Block], Any]]],
+) -> list[jax.Array]:
+    """Arrays of which each process gives its own part: `(shape, dtype, sharding, read)`.
+
+    `read` maps a block of the whole to its value. It is `jax.make_array_from_callback` for many
+    arrays at once, and an explicit transfer, which `jax.transfer_guard` allows.
+    """
+    pieces, where, counts = [], [], []
+    for shape, _, to, read in parts:
+        indices = to.addressable_devices_indices_map(tuple(shape))
+        counts.append(len(indices))
+        for device, index in indices.items():
+            pieces.append(read(index or ()))
+            where.append(SingleDeviceSharding(device, memory_kind=to.memory_kind))
+    there = iter(jax.device_put(pieces, where))
+    return [
+        jax.make_array_from_single_device_arrays(
+            tuple(shape),
+            to,
+            [next(there) for _ in range(n)],
+            dtype=jax.dtypes.canonicalize_dtype(dtype),
+        )
+        for (shape, dtype, to, _), n in zip(parts, counts, strict=True)
+    ]
+
+
+def same_devices(a: Any, b: Any) -> bool:
+    """Whether one program can have arrays of both shardings: the same devices in one order."""
+    return (
+        isinstance(a, NamedSharding)
+        and isinstance(b, NamedSharding)
+        and _same_order(a.mesh, b.mesh)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _same_order(a: Any, b: Any) -> bool:
+    return list(np.ravel(a.devices)) == list(np.ravel(b.devices))
 
 
 def on_devices(arrays: Sequence[jax.Array], to: Sequence[NamedSharding]) -> list | None:

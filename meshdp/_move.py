@@ -25,10 +25,13 @@ def put(
     shape, and NumPy arrays are always copied, so that nothing is waited for.
     """
     out: list[Any] = [None] * len(arrays)
-    ways: dict[Callable, list[int]] = {}
+    ways: dict[Any, list[int]] = {}
     for i, (x, s) in enumerate(zip(arrays, to, strict=True)):
-        ways.setdefault(_way(x, s, share, wait), []).append(i)
-    for way, members in ways.items():
+        way = _way(x, s, share, wait)
+        # One program cannot have arrays of different devices.
+        together = getattr(s, "mesh", s) if way is _between_devices else None
+        ways.setdefault((way, together), []).append(i)
+    for (way, _), members in ways.items():
         parts = list(_blocks.groups([getattr(arrays[i], "nbytes", 8) for i in members]))
         for part in parts:
             chosen = [members[i] for i in part]
@@ -76,8 +79,10 @@ def _way(x: Any, to: Any, share: bool, wait: bool) -> Callable:
     if near and placed and x.weak_type:
         return _weak
     # On the CPU the host's memory is the device's, and no program need be compiled.
-    if placed and x.sharding.device_set == to.device_set and not (near and _blocks.on_cpu(to)):
+    if placed and _blocks.same_devices(x.sharding, to) and not (near and _blocks.on_cpu(to)):
         return _between_devices
+    if not to.is_fully_addressable:
+        return _by_hosts
     return _by_host if wait else _by_host_at_once
 
 
@@ -108,50 +113,51 @@ def _weak(xs, to, names):
 def _sliced(xs, to, names):
     # A device that keeps the array whole would keep the argument's own memory.
     held = [i for i, (x, s) in enumerate(zip(xs, to, strict=True)) if _blocks.keeps_whole(x, s)]
-    copies = _copied([xs[i] for i in held], [xs[i].sharding for i in held], names)
-    xs = list(xs)
-    for i, x in zip(held, copies, strict=True):
-        xs[i] = x
+    if held:
+        copies = _copied([xs[i] for i in held], [xs[i].sharding for i in held], names)
+        xs = list(xs)
+        for i, x in zip(held, copies, strict=True):
+            xs[i] = x
     return jax.device_put(xs, to)
 
 
 def _between_devices(xs, to, names):
     moved = _blocks.on_devices(xs, to)
-    return _by_host(xs, to, names) if moved is None else moved
+    if moved is not None:
+        return moved
+    return (_by_host if to[0].is_fully_addressable else _by_hosts)(xs, to, names)
 
 
-def _by_host(xs, to, names, wait=True):
-    near = [s.is_fully_addressable for s in to]
-    _same_everywhere(xs, to, names)
-    values = [
-        # Devices other than the CPU's have memory of their own, to which this is copied.
-        x if ours or (wait and n and not _blocks.on_cpu(s)) else _blocks.own(x)
-        for (x, ours), s, n in zip(_values(xs), to, near, strict=True)
-    ]
-    out = iter(
-        jax.device_put(
-            [x for x, n in zip(values, near, strict=True) if n],
-            [s for s, n in zip(to, near, strict=True) if n],
-        )
+def _by_host(xs, to, names):
+    # Devices other than the CPU's have memory of their own, to which this is copied.
+    done = jax.device_put(
+        [
+            x if ours or not _blocks.on_cpu(s) else _blocks.own(x)
+            for (x, ours), s in zip(_values(xs), to, strict=True)
+        ],
+        to,
     )
-    done = [
-        next(out) if n else jax.make_array_from_callback(x.shape, s, x.__getitem__)
-        for x, s, n in zip(values, to, near, strict=True)
-    ]
-    if wait and not all(map(_blocks.on_cpu, to)):
+    if not all(map(_blocks.on_cpu, to)):
         jax.block_until_ready(done)
     return done
 
 
 def _by_host_at_once(xs, to, names):
-    return _by_host(xs, to, names, wait=False)
+    return jax.device_put([x if ours else _blocks.own(x) for x, ours in _values(xs)], to)
+
+
+def _by_hosts(xs, to, names):
+    _same_everywhere(xs, to, names)
+    values = [x if ours else _blocks.own(x) for x, ours in _values(xs)]
+    parts = [(x.shape, x.dtype, s, x.__getitem__) for x, s in zip(values, to, strict=True)]
+    return _blocks.assemble(parts)
 
 
 def _same_everywhere(xs, to, names) -> None:
     """Raises if processes are about to make one array from different values."""
     about: dict[tuple[int, ...], list[int]] = {}
     for i, (x, s) in enumerate(zip(xs, to, strict=True)):
-        if not s.is_fully_addressable and not _blocks.is_apart(x):
+        if not _blocks.is_apart(x):
             about.setdefault(tuple(_processes.processes_of(s)), []).append(i)
     for processes, members in about.items():
         sums = [_checksum(x) for x, _ in _blocks.whole([xs[i] for i in members])]

@@ -69,8 +69,10 @@ def disagreements(
     faults += [f"  {word['fault']}" for word in said.values() if isinstance(word, dict)]
     lists = {p: word for p, word in said.items() if isinstance(word, (list, tuple))}
     if len(set(map(len, lists.values()))) > 1:
-        faults += [f"  process {p} passed {len(word)} arrays" for p, word in lists.items()]
-        return faults
+        return faults + [
+            f"  process {p}: {len(word)} array{'s' * (len(word) != 1)}"
+            for p, word in lists.items()
+        ]
     for i in range(len(mine)):
         if len({word[i][0] for word in lists.values()}) > 1:
             shown = ", ".join(f"{word[i][1]} on process {p}" for p, word in lists.items())
@@ -178,9 +180,9 @@ def _all_gather(mine: np.ndarray) -> np.ndarray:
         first.setdefault(device.process_index, device)
     devices = np.array([first[p] for p in range(jax.process_count())])
     mesh = _jaxapi.auto_mesh(devices, ("process",))
-    rows = jax.make_array_from_callback(
-        (len(devices), mine.size), NamedSharding(mesh, P("process")), lambda _: mine[None]
-    )
+    by_process = NamedSharding(mesh, P("process"))
+    part = ((len(devices), mine.size), mine.dtype, by_process, lambda _: mine[None])
+    (rows,) = _blocks.assemble([part])
     return _blocks.view(_replicate(mesh)(rows).addressable_data(0))
 
 
