@@ -174,8 +174,8 @@ def _size_text(sizes: list[tuple[int, int]], in_axes: Any, names: Names) -> str:
     keep = last if counts[last] == max(counts.values()) else counts.most_common(1)[0][0]
     odd = {owner for owner, n in first if n != keep}
     return (
-        f"pmap maps over dimensions of different sizes: {', '.join(told.values())}; to broadcast an "
-        f"argument use in_axes={_suggest(in_axes, odd, names)}"
+        f"pmap maps over dimensions of different sizes: {', '.join(told.values())}; to "
+        f"broadcast an argument use in_axes={_suggest(in_axes, odd, names)}"
     )
 
 

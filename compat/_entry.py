@@ -111,7 +111,7 @@ class Entry:
         aside, moved = [], []  # in place under another name; elsewhere
         for i, (x, target) in enumerate(zip(leaves, self.targets, strict=True)):
             if isinstance(x, jax.Array):
-                if x.sharding == target or not x.is_fully_addressable:
+                if x.sharding == target:
                     continue
                 if self.spares and x.sharding.device_set == set(self.mesh.devices.flat):
                     if isinstance(x.sharding, NamedSharding) and x.sharding.mesh == self.mesh:

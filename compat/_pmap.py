@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from compat import _axes, _identity
@@ -33,6 +34,7 @@ from compat._collectives import explain, groups_need_devices
 from compat._entry import Devices, Entry
 from compat._statics import Statics
 from meshdp import _jaxapi
+from meshdp._place import local_rows
 
 _sharding_of = attrgetter("sharding")
 _flatten = jtu.tree_flatten
@@ -154,6 +156,11 @@ def _hashable(axes: Any) -> Hashable:
     return tuple(leaves), tree
 
 
+def _addressable(x: Any) -> bool:
+    """Whether all of `x` is on this process. A tracer is taken to be."""
+    return not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable
+
+
 class _Program:
     """All the compiled forms of one mapped function."""
 
@@ -168,6 +175,9 @@ class _Program:
         self.last: Entry | None = None
 
     def call(self, constants, args, kwargs, leaves, treedef) -> Any:
+        if not all(map(_addressable, leaves)):
+            leaves = [x if _addressable(x) else local_rows(x) for x in leaves]
+            args, kwargs = jtu.tree_unflatten(treedef, leaves)
         names, axes, size = self.understand(constants, args, kwargs, leaves)
         try:
             if _jaxapi.at_top_level():

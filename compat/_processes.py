@@ -21,7 +21,10 @@ def _rewrap(x: jax.Array, sharding: NamedSharding, scale: tuple[int, int], name:
     for i, entry in enumerate(sharding.spec):
         if entry == name or (isinstance(entry, tuple) and name in entry):
             shape[i] = shape[i] * scale[0] // scale[1]
-    shards = [s.data for s in x.addressable_shards]
+    if x.is_fully_replicated:
+        shards = [s.data for s in x.addressable_shards]
+    else:  # a hundred times faster than `addressable_shards`
+        shards = [x.addressable_data(i) for i in range(min(scale))]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
 
