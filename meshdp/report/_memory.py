@@ -173,7 +173,9 @@ def _argument_name(path: tuple[Any, ...]) -> str:
 
 
 def _spec(sharding: Any) -> str:
-    return f"P{tuple(sharding.spec)!r}" if isinstance(sharding, NamedSharding) else ""
+    if not isinstance(sharding, NamedSharding):
+        return ""
+    return f"P({', '.join(map(repr, sharding.spec))})"
 
 
 def _role(path: str, roles: Mapping[str, str]) -> str:

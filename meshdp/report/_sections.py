@@ -276,8 +276,8 @@ def _work(report: Report) -> Section:
         )
         lines.append("Times are predicted lower bounds, as if all three overlapped.")
         for name in BOUNDS:
-            mark = " <- the bound" if name == report.bound.by else ""
-            rows.append((f"time of {name}", human_seconds(getattr(report.bound, name)) + mark))
+            mark = ", the bound" if name == report.bound.by else ""
+            rows.append((f"time of {name}{mark}", human_seconds(getattr(report.bound, name))))
     return Section(
         title="Work and time per device",
         lines=tuple(lines),

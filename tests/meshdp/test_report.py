@@ -94,7 +94,7 @@ def test_an_argument_that_is_not_used_holds_nothing(done):
 
 def test_each_leaf_says_who_holds_which_piece(done):
     leaf = done.memory.leaves[1]
-    assert (leaf.shape, leaf.tiles, leaf.spec) == ((512, 512), (4, 1), "P('fsdp',)")
+    assert (leaf.shape, leaf.tiles, leaf.spec) == ((512, 512), (4, 1), "P('fsdp')")
     assert leaf.holders == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert (leaf.bytes, leaf.device_bytes) == (4 * 512 * 512, 512 * 512)
 
