@@ -56,7 +56,7 @@ def _call(context: Context, node: ast.Call) -> Iterator[Finding]:
     if partial is not None:
         name, offset = context.module.qualified(partial.callee), 1
     if name in _PJITS:
-        yield from _pjit(context, node)
+        yield from _pjit(context, node, name or "", offset)
     elif name == "jax.shard_map":
         yield from _shard_map(context, node, offset)
     elif name in PMAPS:
@@ -67,12 +67,22 @@ def _call(context: Context, node: ast.Call) -> Iterator[Finding]:
         yield from _option(context, node)
 
 
-def _pjit(context: Context, node: ast.Call) -> Iterator[Finding]:
+def _pjit(context: Context, node: ast.Call, name: str, offset: int) -> Iterator[Finding]:
     old = [k.arg for k in node.keywords if k.arg in _PJIT_ARGUMENTS]
-    if old:
-        rename = tuple((name, _PJIT_ARGUMENTS[name]) for name in old if name)
-        edit = EditCall(span=context.span(node), rename=rename)
-        yield context.finding("MD107", node, edit, name=" and ".join(map(str, old)))
+    places = range(1 + offset, len(node.args)) if name.endswith("pjit") else ()
+    names = list(_PJIT_ARGUMENTS)[: len(places)]
+    if any(isinstance(a, ast.Starred) for a in node.args) or len(names) < len(places):
+        return
+    if old or places:
+        edit = EditCall(
+            span=context.span(node),
+            positional=tuple(
+                (place, _PJIT_ARGUMENTS[n]) for place, n in zip(places, names, strict=True)
+            ),
+            rename=tuple((n, _PJIT_ARGUMENTS[n]) for n in old if n),
+        )
+        faults = [f"{n} given by place" for n in names] + [str(n) for n in old]
+        yield context.finding("MD107", node, edit, name=" and ".join(faults))
 
 
 def _shard_map(context: Context, node: ast.Call, offset: int) -> Iterator[Finding]:
@@ -167,8 +177,10 @@ def _mesh_contexts(context: Context, node: ast.With) -> Iterator[Finding]:
         edits: tuple[Edit, ...] = ()
         calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
         maps = any(context.maps.resolve(c.func) is not None for c in calls)
-        # A context mesh would reach into maps over other meshes.
-        if item.optional_vars is None and "\n" not in source and not maps:
+        # A context mesh would reach into maps over other meshes, and into eager operations on
+        # one device: it is worth that only where specs are to find their mesh in it.
+        plain = item.optional_vars is None and "\n" not in source
+        if plain and not maps and _has_bare_specs(context):
             setter, needs = context.reach(node, "jax.set_mesh")
             edits = (
                 SetExpression(
@@ -178,6 +190,12 @@ def _mesh_contexts(context: Context, node: ast.With) -> Iterator[Finding]:
                 ),
             )
         yield context.finding("MD113", item.context_expr, *edits)
+
+
+def _has_bare_specs(context: Context) -> bool:
+    """Whether jitted functions or constraints of this module may have specs without a mesh."""
+    words = ("_axis_resources", "in_shardings", "out_shardings", "with_sharding_constraint")
+    return any(word in context.module.source for word in words)
 
 
 def _annotated_as_mesh(context: Context, node: ast.expr) -> bool:

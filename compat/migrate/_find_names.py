@@ -53,11 +53,12 @@ def _imported(
         return
     rename = _rename(old, context)
     edits: tuple[Edit, ...] = ()
-    if rename is not None and (isinstance(node, ast.ImportFrom) or alias.asname):
+    if alias.name == "*":
+        pass
+    elif rename is not None:
         if _calls_can_follow(context, old):
             new = ".".join(rename.import_from) + name[len(old) :]
-            if isinstance(node, ast.ImportFrom) or alias.asname:
-                edits = (_change(context, node, alias, new),)
+            edits = (_change(context, node, alias, new),)
     elif rename is None and _uses_are_all_fixable(context, node, alias):
         # The uses are rewritten first; what remains here is an import that nothing needs.
         plain = isinstance(node, ast.Import) and not alias.asname

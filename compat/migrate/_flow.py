@@ -7,6 +7,7 @@ assignment that says so until the next one; whatever is not understood is not kn
 import ast
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from compat.migrate._finding import Context
 from compat.migrate._maps import REPLICATES, TREE_MAPS, UNREPLICATES
@@ -145,6 +146,9 @@ class Flow:
         module = self.context.module
         mapped = self.context.maps.resolve(node.func)
         if mapped is not None:
+            out = module.constant(mapped.argument("out_axes"))
+            if mapped.argument("out_axes") is not None and not _is_zero(out):
+                return None  # a row of the result is not what one device made
             return Value("mapped", mapped.devices(), parts=_returned(mapped.function))
         name = module.qualified(node.func) or ""
         if name in REPLICATES:
@@ -228,6 +232,12 @@ def subexpressions(node: ast.AST) -> Iterator[ast.AST]:
     if not isinstance(node, ast.Lambda):
         for child in ast.iter_child_nodes(node):
             yield from subexpressions(child)
+
+
+def _is_zero(axes: Any) -> bool:
+    if isinstance(axes, tuple | list):
+        return all(map(_is_zero, axes))
+    return axes == 0 and not isinstance(axes, bool)
 
 
 def _returned(function: Function | None) -> tuple[str, ...]:

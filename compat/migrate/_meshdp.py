@@ -88,6 +88,10 @@ class _Step:
         others = sorted(set(self.mapped.keywords) - _ARGUMENTS)
         if others:
             self.reasons.append(f"it has {' and '.join(others)}")
+        for name in ("in_axes", "out_axes"):
+            given = self.context.module.constant(self.mapped.argument(name))
+            if self.mapped.argument(name) is not None and not _is_plain(given):
+                self.reasons.append(f"its {name} are not all 0 or None")
         if self.mapped.given:
             self.reasons.append("partial supplies some of its arguments")
 
@@ -347,6 +351,12 @@ class _Step:
         add = () if usual else (("batch_argnums", places),)
         if (drop or add) and isinstance(mapped.node, ast.Call):
             self.edits.append(EditCall(span=context.span(mapped.node), drop=drop, add=add))
+
+
+def _is_plain(axes: object) -> bool:
+    if isinstance(axes, tuple | list):
+        return all(map(_is_plain, axes))
+    return axes is None or (axes == 0 and not isinstance(axes, bool))
 
 
 def _names(target: ast.AST) -> list[ast.Name] | None:

@@ -141,6 +141,8 @@ HINTS = {
     "jax.debug.print.",
     "jax.experimental.loops": "Use jax.lax.fori_loop, while_loop or scan.",
     "jax.experimental.export": "Use the public module jax.export.",
+    "jax.experimental.maps": "Use compat.pmap or jax.shard_map in place of xmap, and "
+    "jax.sharding.Mesh for the mesh.",
     "jax.interpreters.pxla.thread_resources": "Pass the mesh along, or ask "
     "jax.sharding.get_abstract_mesh() under jax.set_mesh.",
     "jax.lax.tie_in": "Replace tie_in(x, y) by y.",

@@ -101,6 +101,26 @@ CASES = {
         "from jax.experimental.shard_map import shard_map\nf = shard_map(g, m, a, b, auto=c)\n",
         "from jax.experimental.shard_map import shard_map\nf = shard_map(g, m, a, b, auto=c)\n",
     ),
+    "a_context_mesh_that_no_spec_needs_is_left_alone": (
+        "jax",
+        "import jax\nm = jax.sharding.Mesh(d, 'x')\nwith m:\n    f(x)\n",
+        "import jax\nm = jax.sharding.Mesh(d, 'x')\nwith m:\n    f(x)\n",
+    ),
+    "a_module_that_moved_is_imported_from_there": (
+        "jax",
+        "import jax.experimental.optimizers\njax.experimental.optimizers.adam(1)\n",
+        "import jax.example_libraries.optimizers\njax.example_libraries.optimizers.adam(1)\n",
+    ),
+    "a_star_import_is_left_alone": (
+        "compat",
+        "from jax.experimental.maps import *\nMesh(d, n)\n",
+        "from jax.experimental.maps import *\nMesh(d, n)\n",
+    ),
+    "shardings_given_by_place_get_their_names": (
+        "jax",
+        "from jax.experimental import pjit\nf = pjit.pjit(g, a, b)\n",
+        ("import jax\nf = jax.jit(g, in_shardings=a, out_shardings=b)\n"),
+    ),
     "a_removed_argument_goes_with_its_comma": (
         "compat",
         "from compat import pmap\npmap(f, devices=d, global_arg_shapes=s)\n",
@@ -115,11 +135,11 @@ CASES = {
         "jax",
         (
             "import jax\nfrom jax.sharding import Mesh\nm = Mesh(d, 'x')\n"
-            "with m, open(p) as f:\n    g(f)\njax\n"
+            "with m, open(p) as f:\n    jax.jit(g, in_shardings=s)(f)\njax\n"
         ),
         (
             "import jax\nfrom jax.sharding import Mesh\nm = Mesh(d, 'x')\n"
-            "with jax.set_mesh(m), open(p) as f:\n    g(f)\njax\n"
+            "with jax.set_mesh(m), open(p) as f:\n    jax.jit(g, in_shardings=s)(f)\njax\n"
         ),
     ),
     "a_context_mesh_around_a_map_is_left_alone": (

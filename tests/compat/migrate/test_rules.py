@@ -46,6 +46,8 @@ FIRES = [
         def f(x): return x
         """,
     ),
+    ("MD120 MD107", "from jax.experimental.pjit import pjit\npjit(f, a, b)"),
+    ("MD106", "from jax.experimental.maps import *"),
     # MD108 to MD110, MD115
     ("MD108", "from jax.sharding import PmapSharding"),
     ("MD108", "import jax\njax.sharding.PositionalSharding(d)"),

@@ -56,6 +56,8 @@ SILENT = [
     "import compat\np = compat.pmap(f, donate_argnums=0)\ns, m = p(s, b)\nprint(s)",
     "import compat\np = compat.pmap(f, donate_argnums=1)\nt = p(s, b)\nprint(s)",
     "import compat\nx = [1]\nprint(x[0])",
+    "import compat\ny = compat.pmap(f, out_axes=None)(x)\nprint(float(y[0]))",
+    "import compat\ny = compat.pmap(f, out_axes=1)(x)\nprint(float(y[0]))",
     "import compat\ny = compat.pmap(f)(x)\ny = g(y)\nprint(float(y[0]))",
     "import compat\ny = compat.pmap(lambda x: (x, x))(x)\nprint(y[0])",
     "import compat\ns = compat.pmap(f)(x)\nopt = s[0]",
