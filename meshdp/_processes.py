@@ -91,31 +91,41 @@ def gather(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     holds an array whole; a block that all processes have does not travel. All processes must
     call this together.
     """
-    plan = [list(_blocks_of(x)) for x in arrays]
     everyone = frozenset(range(jax.process_count()))
     me = jax.process_index()
     out = [_blocks.empty(x.shape, x.dtype) for x in arrays]
     found = list(map(_blocks.shards, arrays))
     _blocks.start(found)
-    streams: dict[int, list[tuple[int, Any]]] = {p: [] for p in everyone}
-    sizes = dict.fromkeys(everyone, 0)
-    for i, blocks in enumerate(plan):
+    pieces, held_by = [], []
+    for i, x in enumerate(arrays):
         _blocks.fill(out[i], found[i])
-        for block, holders in blocks:
+        for block, holders in _blocks_of(x):
             if holders != everyone:
-                sender = min(sorted(holders), key=sizes.__getitem__)
-                streams[sender].append((i, block))
-                sizes[sender] += out[i][_blocks.slices(block)].nbytes
-    chunk = min(CHUNK, 1 << max(max(sizes.values()) - 1, 0).bit_length())
-    mine = _Writer([out[i][_blocks.slices(block)] for i, block in streams[me]])
-    theirs = {
-        p: _Reader([out[i][_blocks.slices(block)] for i, block in streams[p]])
-        for p in everyone - {me}
-    }
-    for _ in range(-(-max(sizes.values()) // chunk)):
+                pieces.append(out[i][_blocks.slices(block)])
+                held_by.append(holders)
+    streams: dict[int, list[np.ndarray]] = {p: [] for p in everyone}
+    for sender, piece in zip(
+        _senders(held_by, [p.nbytes for p in pieces]), pieces, strict=True
+    ):
+        streams[sender].append(piece)
+    longest = max(sum(p.nbytes for p in stream) for stream in streams.values())
+    chunk = min(CHUNK, 1 << max(longest - 1, 0).bit_length())
+    mine = _Writer(streams[me])
+    theirs = {p: _Reader(streams[p]) for p in everyone - {me}}
+    for _ in range(-(-longest // chunk)):
         received = _all_gather(mine.take(chunk))
         for p, reader in theirs.items():
             reader.give(received[p])
+    return out
+
+
+def _senders(held_by: Sequence[frozenset[int]], sizes: Sequence[int]) -> list[int]:
+    """For each block a process that holds it, so that all send about as many bytes."""
+    load: collections.Counter = collections.Counter()
+    out = []
+    for holders, size in zip(held_by, sizes, strict=True):
+        out.append(min(sorted(holders), key=load.__getitem__))
+        load[out[-1]] += size
     return out
 
 

@@ -306,6 +306,15 @@ def test_the_ways_over_accelerators_give_the_same_arrays(source, spec, mesh, acc
     np.testing.assert_array_equal(to_host(placed), VALUE)
 
 
+def test_leaves_of_one_tree_may_go_to_different_meshes_over_accelerators(mesh, accelerators):
+    back = Mesh(mesh.devices[::-1], mesh.axis_names)
+    lie = lambda spec: {"a": NamedSharding(mesh, spec), "b": NamedSharding(back, spec)}
+    moved = reshard(place({"a": VALUE, "b": VALUE}, lie(P("data"))), lie(P("fsdp")))
+    assert_lies(moved["a"], NamedSharding(mesh, P("fsdp")), (8, 6))
+    assert_lies(moved["b"], NamedSharding(back, P("fsdp")), (8, 6))
+    assert_each_shard_is(moved["b"], VALUE)
+
+
 def test_a_layout_that_would_be_made_through_a_whole_array_is_not_made_on_devices():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
     sharding = lambda *spec: NamedSharding(mesh, P(*spec))

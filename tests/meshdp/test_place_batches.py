@@ -75,7 +75,9 @@ def test_a_batch_is_placed_where_implicit_transfers_are_forbidden(mesh):
 
 def test_the_rows_of_one_process_are_all_rows(mesh):
     placed = shard_batch({"x": VALUE, "n": np.int32(3)}, mesh, P("fsdp"))
-    back = local_rows(placed)
+    back = local_rows({**placed, "host": VALUE})
+    np.testing.assert_array_equal(back["host"], VALUE)
+    assert back["host"] is not VALUE
     np.testing.assert_array_equal(back["x"], VALUE)
     assert back["n"] == 3
     back["x"][...] = 0

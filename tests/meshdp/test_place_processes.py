@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshdp import _processes
 from meshdp.launch._local import run
 
 VALUE = np.arange(96, dtype=np.float32).reshape(16, 6)
@@ -227,7 +228,9 @@ def test_a_process_that_is_silent_is_named(both):
     )
 
 
-# The launcher.
+def test_all_processes_send_about_as_much():
+    held_by = [frozenset(p) for p in ({1, 2}, {1, 2}, {0, 1}, {2, 3}, {3})]
+    assert _processes._senders(held_by, [8, 4, 4, 2, 2]) == [1, 2, 0, 3, 3]
 
 
 def test_every_case_of_the_program_has_its_test(results):
