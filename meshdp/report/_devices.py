@@ -35,6 +35,10 @@ class Device:
     network: float
     """Bytes per second that a device sends between hosts or slices."""
 
+    island: int | None = None
+    """How many devices share fast links (a host of GPUs, a slice of TPUs); a mesh axis that
+    reaches further takes the network. `None`: all of them."""
+
     latency: float = 2e-6
     """Seconds for one hop of a collective."""
 
@@ -50,24 +54,30 @@ class Device:
 # V100); for TPU the data-centre network of a host, shared by its chips. V100 has no bfloat16:
 # its float16 peak stands in.
 _TABLE = (
-    # kind, flop/s, memory GB/s, links GB/s, network GB/s, bytes held
-    ("TPU v2", 22.5e12, 350, 62, 3, 8 * 2**30),
-    ("TPU v3", 61.5e12, 450, 82, 3, 16 * 2**30),
-    ("TPU v4", 275e12, 1228, 300, 6.25, 32 * 2**30),
-    ("TPU v5 lite", 197e12, 819, 200, 6.25, 16 * 2**30),
-    ("TPU v5p", 459e12, 2765, 600, 6.25, 95 * 2**30),
-    ("TPU v6 lite", 918e12, 1640, 448, 12.5, 32 * 2**30),
-    ("V100", 125e12, 900, 150, 12.5, 32 * 2**30),
-    ("A100", 312e12, 2039, 300, 25, 80 * 2**30),
-    ("H100", 989e12, 3350, 450, 50, 80 * 2**30),
-    ("H200", 989e12, 4800, 450, 50, 141 * 10**9),
-    ("B200", 2250e12, 8000, 900, 50, 180 * 10**9),
+    # kind, flop/s, memory GB/s, links GB/s, network GB/s, bytes held, island
+    ("TPU v2", 22.5e12, 350, 62, 3, 8 * 2**30, 512),
+    ("TPU v3", 61.5e12, 450, 82, 3, 16 * 2**30, 1024),
+    ("TPU v4", 275e12, 1228, 300, 6.25, 32 * 2**30, 4096),
+    ("TPU v5 lite", 197e12, 819, 200, 6.25, 16 * 2**30, 256),
+    ("TPU v5p", 459e12, 2765, 600, 6.25, 95 * 2**30, 8960),
+    ("TPU v6 lite", 918e12, 1640, 448, 12.5, 32 * 2**30, 256),
+    ("V100", 125e12, 900, 150, 12.5, 32 * 2**30, 8),
+    ("A100", 312e12, 2039, 300, 25, 80 * 2**30, 8),
+    ("H100", 989e12, 3350, 450, 50, 80 * 2**30, 8),
+    ("H200", 989e12, 4800, 450, 50, 141 * 10**9, 8),
+    ("B200", 2250e12, 8000, 900, 50, 180 * 10**9, 8),
 )
 DEVICES: dict[str, Device] = {
     kind: Device(
-        kind=kind, flops=f, memory=m * 1e9, link=l * 1e9, network=n * 1e9, memory_bytes=held
+        kind=kind,
+        flops=f,
+        memory=m * 1e9,
+        link=l * 1e9,
+        network=n * 1e9,
+        island=island,
+        memory_bytes=held,
     )
-    for kind, f, m, l, n, held in _TABLE
+    for kind, f, m, l, n, held, island in _TABLE
 }
 
 
@@ -101,7 +111,8 @@ def _island(device: Any) -> int:
 
 
 def measure(mesh: Mesh) -> Device:
-    """Measures all devices of a mesh working together: about a second on a CPU.
+    """Measures all devices of a mesh working together: about a second on a CPU. Where the
+    mesh spans several processes, all of them must call this together.
 
     Forced CPU devices share the same cores and memory, so each gets its share of them.
     Times are to be lower bounds, so speeds must not be too low: each operation is repeated
@@ -110,7 +121,9 @@ def measure(mesh: Mesh) -> Device:
     names, n = tuple(mesh.axis_names), mesh.size
     side, long, large, times = 384, 2**15, 2**18, 16
     split = NamedSharding(mesh, P(names))
-    put = lambda *shape: jax.jit(lambda: jnp.ones((n, *shape)), out_shardings=split)()
+    put = lambda *shape: jax.jit(
+        lambda: jnp.ones((n, *shape), jnp.float32), out_shardings=split
+    )()
     again = lambda f, a, k=times: jax.lax.fori_loop(0, k, lambda _, c: f(c), a)
 
     def seconds(f, *shape):

@@ -300,6 +300,7 @@ def _scaling(report: Report) -> Section:
         for r in report.scaling
     )
     at = takeover(report.scaling)
+    island = report.device.island if report.device else None
     lines = [
         "Predicted, none of it measured, by making one mesh axis longer.",
         "Weak: the batch of each device stays. Strong: the global batch stays.",
@@ -307,6 +308,8 @@ def _scaling(report: Report) -> Section:
         if at
         else "Communication does not take over (weak scaling).",
     ]
+    if island:
+        lines.append(f"Beyond {island} devices that axis takes the network.")
     efficiency = " ".join(f"{r.devices}:{r.weak_efficiency:.0%}" for r in report.scaling)
     return Section(
         title="Scaling",

@@ -111,8 +111,9 @@ def scaling(
     `axis` is "data" if it is longer than 1, else "fsdp", else the longest axis. Predicted
     from this program alone: collectives over the axis keep the size of the whole (parameters
     and gradients), other axes stay as they are. With the global batch kept, work and the
-    activations that the other axes carry shrink; parameters do not. A number of devices
-    that the other axes do not divide is left out.
+    activations that the other axes carry shrink; parameters do not. Beyond an island of fast
+    links the longer axis takes the network. A number of devices that the other axes do not
+    divide is left out.
     """
     axis = axis or scaled_axis(mesh_sizes)
     now = mesh_sizes[axis]
@@ -124,13 +125,15 @@ def scaling(
             continue
         n = total // others
         changed = [_resized(c, axis, now, n) for c in found]
-        weak = bound(work, changed, device, slow)
+        beyond = device.island is not None and total > device.island
+        reach = (*slow, axis) if beyond else slow
+        weak = bound(work, changed, device, reach)
         shrink = now / n
         fewer = [
             c if set(c.axes) & set(_OF_PARAMETERS) else _scaled(c, shrink) for c in changed
         ]
         less = Bound(here.compute * shrink, here.memory * shrink, 0.0)
-        talk = sum(seconds_of(c, device, slow) for c in fewer)
+        talk = sum(seconds_of(c, device, reach) for c in fewer)
         strong = Bound(less.compute, less.memory, talk)
         rows.append(
             Scaled(

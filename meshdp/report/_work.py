@@ -110,11 +110,15 @@ def matmul_flops(where: Computation, i: Instruction) -> int:
     if i.opcode == "dot":
         contracted = _dims(i.attribute("lhs_contracting_dims"))
         return 2 * i.arrays[0].size * math.prod(given[0].shape[d] for d in contracted)
-    if i.opcode == "convolution":
-        return _convolution_flops(i, given[0], given[1])
     target = i.attribute("custom_call_target")
-    if "conv" in target and "dim_labels=" in i.rest and len(given) > 1:
-        return _convolution_flops(i, given[0], given[1])
+    if i.opcode == "convolution" or ("conv" in target and "dim_labels=" in i.rest):
+        left, right, out = given[0], given[1], i.arrays[0]
+        # cuDNN's calls for gradients keep the labels of the forward convolution.
+        if "BackwardInput" in target:
+            left, out = out, left
+        elif "BackwardFilter" in target:
+            right, out = out, right
+        return _convolution_flops(i, left, right, out)
     if "gemm" in target or "matmul" in target:
         # GPU and oneDNN calls keep the dimension numbers of the dot in their configuration.
         found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)
@@ -127,7 +131,7 @@ def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", text))
 
 
-def _convolution_flops(i: Instruction, left: Array, right: Array) -> int:
+def _convolution_flops(i: Instruction, left: Array, right: Array, result: Array) -> int:
     """Two flops for each pair of a real input and a kernel element; padding is free."""
     labels = re.match(r"(\w+)_(\w+)->(\w+)", i.attribute("dim_labels"))
     if labels is None:
@@ -139,15 +143,15 @@ def _convolution_flops(i: Instruction, left: Array, right: Array) -> int:
     for k, c in enumerate(spatial):
         size = right.shape[labels[2].index(c)]
         low = int(per("pad", "0_0")[k].split("_")[0])
-        out = i.arrays[0].shape[labels[3].index(c)]
+        out = result.shape[labels[3].index(c)]
         stride, widen = int(per("stride", "1")[k]), int(per("lhs_dilate", "1")[k])
         at = np.arange(out)[:, None] * stride - low
         at = at + np.arange(size)[None, :] * int(per("rhs_dilate", "1")[k])
         length = left.shape[labels[1].index(c)]
         real = (at >= 0) & (at % widen == 0) & (at // widen < length)
         pairs *= int(real.sum())
-    batch = i.arrays[0].shape[labels[3].index("b")]
-    features = i.arrays[0].shape[labels[3].index("f")]
+    batch = result.shape[labels[3].index("b")]
+    features = result.shape[labels[3].index("f")]
     return 2 * batch * features * right.shape[labels[2].index("i")] * pairs
 
 

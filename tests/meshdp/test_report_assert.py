@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshdp.report._assert import assert_collectives, assert_golden
@@ -39,6 +39,13 @@ def test_launches_can_be_given_by_axis(compiled):
         all_reduce={"tensor": 3, ("data", "tensor"): 1},
         all_gather={"data": 1},
     )
+
+
+def test_a_plain_function_will_do_and_tells_its_mesh_by_its_arguments():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", "tensor")))
+    # The compiler sums over one axis after the other.
+    assert_collectives(lambda x: x.sum(), (x,), all_reduce={"data": 1, "tensor": 1})
 
 
 def test_every_number_that_differs_is_listed_with_what_there_is(compiled):

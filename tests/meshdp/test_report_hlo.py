@@ -167,6 +167,14 @@ def test_collectives_that_join_no_two_devices_are_left_out():
     assert collectives(text, EIGHT) == ()
 
 
+def test_a_permute_in_which_every_device_keeps_its_own_is_left_out():
+    text = program(
+        "  ROOT %r = f32[4,8]{1,0} collective-permute(%p), channel_id=1, "
+        "source_target_pairs={{0,0},{1,1}}"
+    )
+    assert collectives(text, EIGHT) == ()
+
+
 def test_groups_without_global_ids_join_replicas_and_all_their_partitions():
     c = only(
         program(
@@ -230,7 +238,8 @@ def test_a_limit_on_the_left_is_read_backwards():
 def test_what_the_compiler_says_about_trips_comes_first():
     loop = LOOP.format(step=1, limit=5, sides="%j, %limit", direction="LT")
     said = ', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0"}}'
-    assert only(program(WHILE.format(start=0, said=said), loop)).count == 7
+    c = only(program(WHILE.format(start=0, said=said), loop))
+    assert (c.count, c.loop_depth) == (7, 1)
 
 
 def test_a_loop_of_unknown_length_is_said_to_be_unknown_in_the_sums():

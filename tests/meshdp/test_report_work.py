@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
-from meshdp.report._devices import DEVICES, Device, find_device
+from meshdp.report._devices import DEVICES, Device, device_of, find_device
 from meshdp.report._hlo import Collective
 from meshdp.report._hlo_text import parse
 from meshdp.report._time import Bound, bound, scaling, takeover, utilisation
@@ -89,6 +90,46 @@ def test_gradients_of_a_convolution_count_as_xla_counts_them(wrt):
     # A quadratic, so that the backward pass is not all constants.
     ours, xla = counted(jax.grad(lambda x, k: f(x, k) ** 2, wrt), (4, 16, 16, 8), (3, 3, 8, 16))
     assert abs(ours.flops - xla["flops"]) <= 0.01 * xla["flops"]
+
+
+def text_of(instruction):
+    return (
+        "HloModule m\n\nENTRY %main (a: f32[64,32], b: f32[32,128]) -> f32[64,128] {\n"
+        "  %a = f32[64,32]{1,0} parameter(0)\n  %b = f32[32,128]{1,0} parameter(1)\n"
+        "  %x = f32[4,16,16,8]{3,2,1,0} constant({...})\n"
+        "  %y = f32[4,8,8,16]{3,2,1,0} constant({...})\n"
+        "  %k = f32[3,3,8,16]{3,2,1,0} constant({...})\n"
+        f"{instruction}\n}}\n"
+    )
+
+
+def test_a_library_call_for_a_product_counts_as_the_product():
+    call = (
+        "  ROOT %g = (f32[64,128]{1,0}, s8[4194304]{0}) custom-call(%a, %b), "
+        'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        '"rhs_contracting_dimensions":["0"]}}}'
+    )
+    assert work(parse(text_of(call))).matmul_flops == 2 * 64 * 32 * 128
+
+
+@pytest.mark.parametrize(
+    "operands, result, target",
+    [
+        ("%x, %k", "f32[4,8,8,16]", "__cudnn$convForward"),
+        ("%y, %k", "f32[4,16,16,8]", "__cudnn$convBackwardInput"),
+        ("%x, %y", "f32[3,3,8,16]", "__cudnn$convBackwardFilter"),
+    ],
+)
+def test_library_calls_for_a_convolution_and_its_gradients_count_alike(
+    operands, result, target
+):
+    call = (
+        f"  ROOT %c = ({result}{{3,2,1,0}}, u8[0]{{0}}) custom-call({operands}), "
+        "window={size=3x3 pad=0_1x0_1 stride=2x2}, dim_labels=b01f_01io->b01f, "
+        f'custom_call_target="{target}"'
+    )
+    assert work(parse(text_of(call))).matmul_flops == 2 * 4 * 16 * 8 * (8 * 3 - 1) ** 2
 
 
 HAND = Device(kind="hand", flops=1e12, memory=1e11, link=1e10, network=1e9, latency=0.0)
@@ -183,6 +224,14 @@ def test_activations_of_other_axes_shrink_with_the_batch_of_a_device():
     assert row.strong.communication == pytest.approx(1.5e-4 / 8)
 
 
+def test_an_axis_longer_than_an_island_takes_the_network():
+    device = dataclasses.replace(HAND, island=16)
+    rows = scaling(Work(flops=1), [ALL_REDUCE], device, {"data": 8}, devices=(16, 32))
+    assert rows[0].weak.communication == pytest.approx(2 * 15 / 16 * 8e6 / 1e10)
+    assert rows[1].weak.communication == pytest.approx(2 * 31 / 32 * 8e6 / 1e9)
+    assert rows[1].strong.communication == rows[1].weak.communication
+
+
 def test_device_counts_that_the_other_axes_do_not_divide_are_left_out():
     rows = scaling(Work(flops=1), [], HAND, {"data": 2, "tensor": 3}, devices=(8, 12, 64))
     assert [r.devices for r in rows] == [12]
@@ -202,6 +251,13 @@ def test_device_counts_that_the_other_axes_do_not_divide_are_left_out():
 )
 def test_device_kinds_are_found_by_the_names_that_jax_gives(kind, name):
     assert find_device(kind) is DEVICES[name]
+
+
+def test_a_cpu_is_measured_and_says_so():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    device = device_of(mesh)
+    assert (device.kind, device.measured) == ("cpu", True)
+    assert min(device.flops, device.memory, device.link, device.latency) > 0
 
 
 def test_an_unknown_device_has_no_speeds():
