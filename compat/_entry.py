@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from compat import _bodies, _stats
 from compat._axes import Names, spec
 from compat._bodies import Axes, Axis, Frame, Run
+from compat._move import give_up, moved
 from compat._processes import Border
 from meshdp import _jaxapi
-from meshdp._place import place
 
 
 class Devices:
@@ -107,31 +107,17 @@ class Entry:
 
     def place(self, leaves: Sequence[Any], names: Names, function: str) -> list[Any]:
         """The leaves laid out as `run` wants them; what had to move is counted."""
-        out = list(leaves)
-        aside, moved = [], []  # in place under another name; elsewhere
-        for i, (x, target) in enumerate(zip(leaves, self.targets, strict=True)):
-            if isinstance(x, jax.Array):
-                if x.sharding == target:
-                    continue
-                if self.spares and x.sharding.device_set == set(self.mesh.devices.flat):
-                    if isinstance(x.sharding, NamedSharding) and x.sharding.mesh == self.mesh:
-                        continue
-                same = x.committed and x.sharding.is_equivalent_to(target, x.ndim)
-                (aside if same else moved).append(i)
-            elif getattr(x, "dtype", None) != jax.dtypes.float0:  # which has no values
-                moved.append(i)
-                out[i] = np.bool_(x) if isinstance(x, bool) else x
-        for group, share in ((aside, True), (moved, False)):
-            if group:
-                where = [self.targets[i] for i in group]
-                for i, x in zip(
-                    group, place([out[i] for i in group], where, share=share), strict=True
-                ):
-                    out[i] = x
-        if moved:
+        out, elsewhere = moved(leaves, self.targets, self._stays if self.spares else None)
+        if elsewhere:
             told = names.leaves()
-            _stats.record(function, [told[i] for i in moved], [leaves[i] for i in moved])
+            _stats.record(
+                function, [told[i] for i in elsewhere], [leaves[i] for i in elsewhere]
+            )
         return out
+
+    def _stays(self, x: jax.Array) -> bool:
+        """With maps inside, any layout on our mesh will do."""
+        return isinstance(x.sharding, NamedSharding) and x.sharding.mesh == self.mesh
 
     def place_traced(self, leaves: Sequence[Any]) -> list[Any]:
         """As `place`, inside a transformation, where only JAX can move things."""
@@ -148,11 +134,8 @@ class Entry:
         return [move(*it) for it in zip(leaves, self.targets, strict=True)]
 
     def forget_donated(self, leaves: Sequence[Any], placed: Sequence[Any]) -> None:
-        """A donated array that had to be moved is given up as well."""
-        for i in self.donated:
-            x = leaves[i]
-            if isinstance(x, jax.Array) and x is not placed[i] and not x.is_deleted():
-                x.delete()
+        """See `give_up`: after the call, which still needs what is shared with the copy."""
+        give_up([leaves[i] for i in self.donated], [placed[i] for i in self.donated])
 
 
 def _pool(devices: Devices, count: int) -> list[Any]:

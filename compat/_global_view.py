@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jax_core
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -12,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from compat._bodies import Frame, frames
 from compat._collectives import explain
+from compat._move import give_up, moved
 from meshdp import _jaxapi
 from meshdp._layout import Layout, replicate, specs
 from meshdp._mesh import make_mesh
-from meshdp._place import place
 
 ROWS = ("data", "fsdp")
 
@@ -79,46 +80,72 @@ def global_view(
         split = lambda x: np.ndim(x) and np.shape(x)[0] and np.shape(x)[0] % rows == 0
         return jtu.tree_map(lambda x: NamedSharding(mesh, P(ROWS) if split(x) else P()), arg)
 
-    @functools.wraps(body, updated=())
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        def one() -> Any:
+    def bind(args: Sequence[Any], kwargs: dict) -> Any:
+        """The step's result where the axis has one replica."""
+        dynamic = [None if i in static else a for i, a in enumerate(args)]
+        leaves, tree = jtu.tree_flatten((dynamic, kwargs))
+
+        def one(*leaves: Any) -> Any:
+            dynamic, kwargs = jtu.tree_unflatten(tree, leaves)
+            mine = [args[i] if i in static else a for i, a in enumerate(dynamic)]
             frames().append(Frame(axis_name, True, 1, (), 0))
             try:
-                return body(*args, **kwargs)
+                return body(*mine, **kwargs)
             except NameError as e:
                 better = explain(e, [(f.name, f.given) for f in frames()])
                 raise better.with_traceback(e.__traceback__) from None
             finally:
                 frames().pop()
 
+        traced = jax.make_jaxpr(one, axis_env=[(axis_name, 1)], return_shape=True)
+        program, shapes = traced(*leaves)
+        # Nothing gets a dimension of 1 but what comes from the axis itself: a `cond` must not
+        # become a select. Only the rule of `all_to_all` is wrong for what is not mapped.
+        mapped = _jaxapi.uses(program, "all_to_all")
+        out = jax.vmap(
+            jax_core.jaxpr_as_fun(program),
+            in_axes=0 if mapped else None,
+            axis_size=1,
+            axis_name=axis_name,
+        )(*(x[None] if mapped else x for x in leaves))
+        return jtu.tree_unflatten(jtu.tree_structure(shapes), [x[0] for x in out])
+
+    @functools.wraps(body, updated=())
+    def bound(*args: Any, **kwargs: Any) -> Any:
         with _jaxapi.tracing_mesh(mesh):
-            # Nothing is mapped over, so nothing gets a dimension of 1 but what comes from the
-            # axis itself.
-            out = jax.vmap(one, in_axes=(), axis_size=1, axis_name=axis_name)()
-            out = jtu.tree_map(lambda x: x[0], out)
+            out = bind(args, kwargs)
         if not args or 0 in static:
             return out
-        state, kept = args[0], None
+        state = args[0]
         if _alike(state, out):
-            kept = jax.lax.with_sharding_constraint(out, where(0, state))
-        elif isinstance(out, tuple) and out and _alike(state, out[0]):
-            first = jax.lax.with_sharding_constraint(out[0], where(0, state))
-            kept = type(out)(*(first, *out[1:])) if hasattr(out, "_fields") else None
-            kept = (first, *out[1:]) if kept is None else kept
-        return out if kept is None else kept
+            return jax.lax.with_sharding_constraint(out, where(0, state))
+        if type(out) is tuple and out and _alike(state, out[0]):
+            return (jax.lax.with_sharding_constraint(out[0], where(0, state)), *out[1:])
+        return out
 
     jitted = jax.jit(bound, static_argnums=static, donate_argnums=donate_argnums)
     donated = _indices(donate_argnums)
+    settled: dict[int, Any] = {}  # for each argument, its tree and shardings when last placed
 
     def placed(args: Sequence[Any]) -> list[Any]:
-        return [
-            a if i in static else place(a, where(i, a), share=i not in donated)
-            for i, a in enumerate(args)
-        ]
+        out = []
+        for i, arg in enumerate(args):
+            leaves, tree = jtu.tree_flatten(arg)
+            found = [getattr(x, "sharding", None) for x in leaves]
+            if i not in static and settled.get(i) != (tree, found):
+                leaves, _ = moved(leaves, jtu.tree_leaves(where(i, arg)))
+                arg = jtu.tree_unflatten(tree, leaves)
+                settled[i] = tree, [x.sharding for x in leaves]
+            out.append(arg)
+        return out
 
     @functools.wraps(body, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        return jitted(*placed(args), **kwargs)
+        ready = placed(args)
+        out = jitted(*ready, **kwargs)
+        for i in donated:
+            give_up(jtu.tree_leaves(args[i]), jtu.tree_leaves(ready[i]))
+        return out
 
     run.mesh = mesh  # type: ignore[attr-defined]
     run.lower = lambda *args, **kwargs: jitted.lower(*placed(args), **kwargs)  # type: ignore

@@ -94,6 +94,15 @@ def automatic_axes() -> frozenset[str]:
     return frozenset() if mesh.empty else frozenset(mesh.axis_names) - set(mesh.manual_axes)
 
 
+def nested_axes_must_follow() -> bool:
+    """Whether a `shard_map` inside another may only take axes that come later in the mesh.
+
+    Otherwise XLA aborts the process ("Manual axes must be sorted by mesh axis index"): seen on
+    0.12.0.1, not on 0.10.2. Delete when the newest JAX compiles it.
+    """
+    return jax.__version_info__ >= (0, 11)
+
+
 def memory_limit(device: Any) -> int:
     """The bytes that one device can hold; the host's memory, shared out, for the CPU."""
     stats = device.memory_stats()
@@ -109,6 +118,15 @@ def memory_limit(device: Any) -> int:
 
 def store_set(key: str, value: str) -> None:
     distributed.global_state.client.key_value_set(key, value)  # type: ignore[union-attr]
+
+
+def store_set_once(key: str, value: str) -> None:
+    """As `store_set`; does nothing if some process has set the key already."""
+    try:
+        store_set(key, value)
+    except jax.errors.JaxRuntimeError as e:
+        if "ALREADY_EXISTS" not in str(e):
+            raise
 
 
 def store_get(key: str, seconds: float) -> str | None:
@@ -209,3 +227,11 @@ def unsharded(x: Any) -> Any:
     if not isinstance(x, jax.core.Tracer) or not any(spec):
         return x
     return jax.sharding.reshard(x, jax.P(*(None,) * x.ndim))
+
+
+def uses(jaxpr: Any, primitive: str) -> bool:
+    """Whether a program, or one inside it, applies the primitive of that name."""
+    return any(
+        eqn.primitive.name == primitive or any(uses(p, primitive) for p in subprograms(eqn))
+        for eqn in program(jaxpr)[0].eqns
+    )
