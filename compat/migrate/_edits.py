@@ -59,6 +59,13 @@ class SetStatement(Edit):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeToIf(Edit):
+    """Makes `if test: rest` `else: handler` of `try: probe; rest` `except ...: handler`."""
+
+    test: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChangeImport(Edit):
     """In the import statement at `span`, imports `new` (dotted) in place of the alias `old`.
 

@@ -7,6 +7,7 @@ from compat.migrate._edits import (
     DropStatement,
     Edit,
     EditCall,
+    ProbeToIf,
     SetExpression,
     SetStatement,
 )
@@ -209,36 +210,41 @@ def _annotated_as_mesh(context: Context, node: ast.expr) -> bool:
 
 
 def _axis_probe(context: Context, node: ast.Try) -> Iterator[Finding]:
-    """`try: core.axis_frame(name); return True; except NameError: return False`."""
-    calls = [
-        c
-        for s in node.body
-        for c in ast.walk(s)
-        if isinstance(c, ast.Call)
-        and context.module.qualified(c.func) == "jax.core.axis_frame"
-        and len(c.args) == 1
-    ]
-    returns = [ast.unparse(s) for s in (node.body[-1], *(h.body[-1] for h in node.handlers))]
-    plain = len(node.handlers) == 1 and len(node.handlers[0].body) == 1
-    kinds = [ast.unparse(h.type) for h in node.handlers if h.type is not None]
-    if not calls or not plain or len(node.body) != 2 or node.orelse or node.finalbody:
+    """`try: core.axis_frame(name); ...; except NameError: ...`, which asks for an axis."""
+    probe = node.body[0]
+    if not (isinstance(probe, ast.Expr) and isinstance(probe.value, ast.Call)):
         return
-    if returns != ["return True", "return False"] or kinds != ["NameError"]:
+    call = probe.value
+    if context.module.qualified(call.func) != "jax.core.axis_frame" or len(call.args) != 1:
         return
     edits: tuple[Edit, ...] = ()
-    if context.mode != "jax":
-        source, needs = context.reach(node, "compat.in_pmap")
-        axis = ast.unparse(calls[0].args[0])
-        edits = (
-            SetStatement(
-                span=context.span(node), source=f"return {source}({axis})", needs=needs
-            ),
-        )
+    # More statements after the probe could raise NameErrors of their own.
+    if context.mode != "jax" and len(node.body) == 2 and _catches_name_error_only(node):
+        callee, needs = context.reach(node, "compat.in_pmap")
+        test = f"{callee}({ast.unparse(call.args[0])})"
+        place = context.span(node)
+        handled = node.handlers[0].body
+        results = [ast.unparse(node.body[1]), *map(ast.unparse, handled)]
+        if results == ["return True", "return False"]:
+            edits = (SetStatement(span=place, source=f"return {test}", needs=needs),)
+        else:
+            edits = (ProbeToIf(span=place, test=test, needs=needs),)
     yield context.finding(
         "MD119",
-        calls[0].func,
+        call.func,
         *edits,
         name="jax.core.axis_frame",
         version="{}.{}".format(*REMOVED_IN["jax.core.axis_frame"]),
         hint="Use compat.in_pmap(name).",
+    )
+
+
+def _catches_name_error_only(node: ast.Try) -> bool:
+    if len(node.handlers) != 1 or node.orelse or node.finalbody:
+        return False
+    handler = node.handlers[0]
+    return (
+        handler.name is None
+        and isinstance(handler.type, ast.Name)
+        and handler.type.id == "NameError"
     )

@@ -93,12 +93,26 @@ def _row(context: Context, node: ast.Subscript, env: Env, flow: Flow):
         return
     if not value.array and not is_read(context, node):
         return
-    edits = _unreplicate(context, node, node.value) if index == 0 else ()
+    sure = value.certain or is_number(context, node)
+    edits = _unreplicate(context, node, node.value) if index == 0 and sure else ()
     yield context.finding("MD301", node, *edits, name=ast.unparse(node)), node
 
 
+def is_number(context: Context, node: ast.AST) -> bool:
+    """Whether `node` is turned into one number, so that it must be a row of one array."""
+    parent = context.module.parents.get(node)
+    if isinstance(parent, ast.Attribute):
+        return parent.attr == "item"
+    return (
+        isinstance(parent, ast.Call)
+        and isinstance(parent.func, ast.Name)
+        and parent.func.id in ("float", "int")
+        and node in parent.args
+    )
+
+
 def is_read(context: Context, node: ast.AST) -> bool:
-    """Whether `node` is turned into a number or text, so that it must be one array."""
+    """Whether `node` is turned into numbers or text, so that it is an array most likely."""
     parent = context.module.parents.get(node)
     if isinstance(parent, ast.FormattedValue):
         return True

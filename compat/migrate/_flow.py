@@ -27,7 +27,9 @@ class Value:
     parts: tuple[str, ...] = ()
     """For a tuple: the source of each element of the `return`; empty for anything else."""
     array: bool = False
-    """Certainly one array, or a tree whose leaf was reached by name; `x[0]` is a row of it."""
+    """Likely one array, because it was reached by a name in a dict, so that `x[0]` is a row."""
+    certain: bool = False
+    """Certainly one array, because it was computed by an operator."""
 
 
 Env = dict[str, Value]
@@ -120,7 +122,7 @@ class Flow:
         if isinstance(node, ast.Attribute):
             base = self.value(node.value, env)
             if base is not None and base.kind == "mapped" and not base.parts:
-                return dataclasses.replace(base, array=True)
+                return Value("mapped", base.devices)  # any tree, a tuple for all we know
             return None
         if isinstance(node, ast.Subscript):
             return self._item(node, env)
@@ -134,7 +136,7 @@ class Flow:
             return base
         index = self.context.module.constant(node.slice)
         if isinstance(index, str):
-            return dataclasses.replace(base, array=True, parts=())
+            return Value("mapped", base.devices, array=True)
         if base.parts:
             return part(base, index, 0) if isinstance(index, int) else None
         whole = isinstance(node.slice, ast.Slice) and node.slice.lower is node.slice.upper
@@ -199,7 +201,8 @@ def part(value: Value | None, index: int, count: int) -> Value | None:
     if value.parts and (count in (0, len(value.parts)) and index < len(value.parts)):
         tree = ast.parse(value.parts[index], mode="eval").body
         parts = tuple(map(ast.unparse, tree.elts)) if isinstance(tree, ast.Tuple) else ()
-        return Value("mapped", value.devices, parts=parts, array=isinstance(tree, ast.BinOp))
+        computed = isinstance(tree, ast.BinOp)
+        return Value("mapped", value.devices, parts=parts, array=computed, certain=computed)
     return None if value.parts or count == 0 else Value("mapped", value.devices)
 
 

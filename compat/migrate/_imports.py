@@ -51,9 +51,11 @@ def add_imports(cst: Any, module: Any, needs: Sequence[str]) -> Any:
 
 def _place(cst: Any, body: Sequence[Any]) -> int:
     after = 0
+    for root in ("jax", "flax"):
+        for place, line in enumerate(body):
+            if root in _imported_roots(cst, line):
+                return place + 1
     for place, line in enumerate(body):
-        if _mentions_jax(cst, line):
-            return place + 1
         if not isinstance(line, cst.SimpleStatementLine):
             continue
         docstring = place == 0 and isinstance(line.body[0], cst.Expr)
@@ -68,7 +70,8 @@ def _imports_anything(cst: Any, line: Any) -> bool:
     )
 
 
-def _mentions_jax(cst: Any, line: Any) -> bool:
+def _imported_roots(cst: Any, line: Any) -> set[str]:
+    """The packages that a statement imports from when it runs."""
     found = []
 
     class Visitor(cst.CSTVisitor):
@@ -86,7 +89,7 @@ def _mentions_jax(cst: Any, line: Any) -> bool:
                 found.append(dotted(cst, node.module))
 
     line.visit(Visitor())
-    return any(name.split(".")[0] in ("jax", "flax", "optax", "haiku") for name in found)
+    return {name.split(".")[0] for name in found}
 
 
 def unused_imports(before: str, after: str) -> list[ChangeImport]:

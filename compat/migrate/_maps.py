@@ -90,9 +90,15 @@ class Maps:
     def __init__(self, module: Module):
         self.module = module
         self._known: dict[ast.AST, Mapped | None] = {}
+        self._all: list[Mapped] | None = None
 
     def all(self) -> list[Mapped]:
         """Every mapped function that is made anywhere in the module, in order."""
+        if self._all is None:
+            self._all = self._find_all()
+        return self._all
+
+    def _find_all(self) -> list[Mapped]:
         found = []
         for node in self.module.nodes:
             if isinstance(node, ast.Call):

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from compat.migrate._edits import DropStatement, Edit, EditCall, Keep, SetExpression, Todo
-from compat.migrate._find_values import is_read
+from compat.migrate._find_values import is_number
 from compat.migrate._finding import Context
 from compat.migrate._flow import is_first_row
 from compat.migrate._maps import PMAPS, TREE_MAPS, UNREPLICATES, Mapped
@@ -267,7 +267,7 @@ class _Step:
             ):
                 return
         if isinstance(parent, ast.Subscript) and module.constant(parent.slice) == 0:
-            if whole is not node or is_read(context, parent):
+            if whole is not node or is_number(context, parent):
                 self._unwrap(parent, whole)
                 return
         if self._is_inside_a_shard(node):

@@ -63,7 +63,7 @@ def _arrays_and_meshes() -> list[Rename]:
     arrays = """jax.interpreters.pxla.ShardedDeviceArray jax.interpreters.xla.DeviceArray
         jax.numpy.DeviceArray jax.random.KeyArray
         jax.random.PRNGKeyArray jax.experimental.global_device_array.GlobalDeviceArray
-        jax.experimental.array.Array"""
+        jax.experimental.array.Array jax.pxla.ShardedDeviceArray jax.xla.DeviceArray"""
     specs = """jax.experimental.PartitionSpec jax.experimental.pjit.PartitionSpec
         jax.interpreters.pxla.PartitionSpec jax.experimental.sharding.PartitionSpec"""
     meshes = """jax.experimental.maps.Mesh jax.interpreters.pxla.Mesh

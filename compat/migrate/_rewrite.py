@@ -13,6 +13,7 @@ from compat.migrate._edits import (
     Edit,
     EditCall,
     Keep,
+    ProbeToIf,
     SetExpression,
     SetStatement,
     Span,
@@ -123,6 +124,8 @@ def _transformer(cst: Any, module: Any, places: Any, edits: Sequence[Edit]) -> A
                     bare_node = node.with_changes(leading_lines=[])
                     inside = [cst.EmptyLine(comment=c) for c in comments(bare_node)]
                     return new.with_changes(leading_lines=[*node.leading_lines, *inside])
+                if isinstance(edit, ProbeToIf):
+                    return probe_to_if(cst, edit, node)
             return self.todo(place(original)[:2], node)
 
         def todo(self, start: tuple[int, int], node: Any) -> Any:
@@ -218,6 +221,18 @@ def _without_dropped(cst: Any, lines: Sequence[Any]) -> tuple[list[Any], list[An
         carried = []
         body.append(line)
     return body, [e for e in carried if e.comment is not None]
+
+
+def probe_to_if(cst: Any, edit: ProbeToIf, node: Any) -> Any:
+    """Turns a `try` whose first statement only asks into an `if` that asks."""
+    probe, first, *rest = node.body.body
+    first = first.with_changes(leading_lines=[*probe.leading_lines, *first.leading_lines])
+    return cst.If(
+        test=cst.parse_expression(edit.test),
+        body=node.body.with_changes(body=[first, *rest]),
+        orelse=cst.Else(body=node.handlers[0].body),
+        leading_lines=node.leading_lines,
+    )
 
 
 def edit_call(cst: Any, edit: EditCall, node: Any) -> Any:

@@ -59,13 +59,20 @@ class Module:
         self.top = Scope(self.tree, None)
         self.nodes: list[ast.AST] = []
         self._scopes_made: list[Scope] = []
+        self._qualified: dict[ast.AST, str | None] = {}
+        self._attributes: dict[ast.ClassDef, dict[str, list[ast.AST]]] = {}
         for child in self.tree.body:
             self._visit(child, self.tree, self.top)
 
-    def qualified(self, node: ast.AST, seen: frozenset[Binding] = frozenset()) -> str | None:
+    def qualified(self, node: ast.AST) -> str | None:
         """The dotted name that `node` refers to (`jax.tree_map`), or `None`."""
+        if node not in self._qualified:
+            self._qualified[node] = self._qualify(node, frozenset())
+        return self._qualified[node]
+
+    def _qualify(self, node: ast.AST, seen: frozenset[Binding]) -> str | None:
         if isinstance(node, ast.Attribute):
-            base = self.qualified(node.value, seen)
+            base = self._qualify(node.value, seen)
             return base and f"{base}.{node.attr}"
         if not isinstance(node, ast.Name):
             return None
@@ -77,7 +84,7 @@ class Module:
             if binding.kind == "import":
                 found.add(binding.value)
             elif binding.kind == "assign" and binding.value is not None:
-                found.add(self.qualified(binding.value, seen | {binding}))
+                found.add(self._qualify(binding.value, seen | {binding}))
             else:
                 return None
         return found.pop() if len(found) == 1 else None
@@ -191,16 +198,15 @@ class Module:
 
     def class_attributes(self, owner: ast.ClassDef, name: str) -> list[ast.AST]:
         """Every expression assigned to `self.name` in `owner`."""
-        return [
-            node.value
-            for node in ast.walk(owner)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Attribute)
-            and target.attr == name
-            and isinstance(target.value, ast.Name)
-            and target.value.id == "self"
-        ]
+        if owner not in self._attributes:
+            found: dict[str, list[ast.AST]] = {}
+            for node in ast.walk(owner):
+                if isinstance(node, ast.Assign):
+                    for target in node.targets:
+                        if isinstance(target, ast.Attribute) and _is_self(target.value):
+                            found.setdefault(target.attr, []).append(node.value)
+            self._attributes[owner] = found
+        return self._attributes[owner].get(name, [])
 
     def _visit(self, node: ast.AST, parent: ast.AST, scope: Scope) -> None:
         self.parents[node] = parent
@@ -280,6 +286,10 @@ def _bind_statement(node: ast.AST, scope: Scope, top: Scope) -> None:
             scope = scope.parent
         if not any(_targets(b.node, node) for b in scope.names.get(node.id, [])):
             scope.bind(node.id, "other", node)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _targets(statement: ast.AST, name: ast.Name) -> bool:

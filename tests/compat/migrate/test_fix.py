@@ -174,6 +174,42 @@ CASES = {
         "import jax\nx = ( jax.tree_map )( f ,y )  ;z = 1\n",
         "import jax\nx = ( jax.tree.map )( f ,y )  ;z = 1\n",
     ),
+    "a_probe_for_an_axis_becomes_a_question": (
+        "compat",
+        (
+            "from jax import core\ndef f(x, name):\n    try:\n        # Are we inside?\n"
+            "        core.axis_frame(name)\n        return g(x, name)  # yes\n"
+            "    except NameError:\n        # No.\n        return x\n"
+        ),
+        (
+            "import compat\ndef f(x, name):\n    if compat.in_pmap(name):\n"
+            "        # Are we inside?\n"
+            "        return g(x, name)  # yes\n"
+            "    else:\n        # No.\n        return x\n"
+        ),
+    ),
+    "a_probe_that_does_more_is_left_alone": (
+        "compat",
+        (
+            "from jax import core\ntry:\n    core.axis_frame(n)\n    a()\n    b()\n"
+            "except NameError:\n    c()\n"
+        ),
+        (
+            "from jax import core\ntry:\n    core.axis_frame(n)\n    a()\n    b()\n"
+            "except NameError:\n    c()\n"
+        ),
+    ),
+    "an_element_of_a_tuple_is_not_taken_for_a_row": (
+        "compat",
+        (
+            "import compat\np = compat.pmap(f)\ns, m = p(s, b)\nn = s.norm[0]\nl = m['a'][0]\n"
+            "i = int(s.step[0])\n"
+        ),
+        (
+            "import compat\np = compat.pmap(f)\ns, m = p(s, b)\nn = s.norm[0]\nl = m['a'][0]\n"
+            "i = int(compat.unreplicate(s.step))\n"
+        ),
+    ),
     "a_core_name_finds_its_new_module": (
         "jax",
         "from jax import core\np = core.Primitive('p')\na = core.ShapedArray\n",
@@ -239,7 +275,7 @@ def train(state, batches):
     for batch in batches:
         batch = common_utils.shard(batch)
         state, value = step(state, batch)
-        print(value[0])
+        print(float(value[0]))
     return jax_utils.unreplicate(state)
 """
 
@@ -256,7 +292,7 @@ def step(state, batch):
 def train(state, batches):
     for batch in batches:
         state, value = step(state, batch)
-        print(value)
+        print(float(value))
     return state
 """
 
@@ -280,7 +316,7 @@ def test_a_recognised_step_is_taken_out_of_pmap():
             "it uses psum, which counts or tells apart replicas",
         ),
         (
-            "        print(value[0])",
+            "        print(float(value[0]))",
             "        print(value)",
             "the use of value in `print(value)` is not understood",
         ),

@@ -61,6 +61,7 @@ SILENT = [
     "import compat\ny = compat.pmap(f)(x)\ny = g(y)\nprint(float(y[0]))",
     "import compat\ny = compat.pmap(lambda x: (x, x))(x)\nprint(y[0])",
     "import compat\ns = compat.pmap(f)(x)\nopt = s[0]",
+    "import compat\ns = compat.pmap(f)(x)\nopt = s.norm[0]",
     "import jax\njax.tree.map(lambda x: x[0], batch)",
     "import compat, jax\ns = compat.pmap(f)(x)\njax.tree.map(lambda x: x[0] * 2, s)",
     "import compat, jax\ns = compat.unreplicate(compat.pmap(f)(x))\ns['a'][0]",
