@@ -1,6 +1,7 @@
 """Train any JAX pytree model on many devices, as exactly as on one."""
 
 from ._constrain import constrain as constrain
+from ._distribute import BATCH_AXES as BATCH_AXES
 from ._distribute import Distributed as Distributed
 from ._distribute import distributed as distributed
 from ._layout import Layout as Layout
@@ -9,8 +10,21 @@ from ._layout import check_specs as check_specs
 from ._layout import fsdp as fsdp
 from ._layout import replicate as replicate
 from ._layout import specs as specs
+from ._mesh import AXES as AXES
 from ._mesh import make_mesh as make_mesh
+from ._place import local_rows as local_rows
+from ._place import pad_batch as pad_batch
+from ._place import place as place
+from ._place import reshard as reshard
+from ._place import shard_batch as shard_batch
+from ._place import to_host as to_host
+from .train import BatchSize as BatchSize
+from .train import Guard as Guard
 from .train import Mean as Mean
+from .train import Precision as Precision
 from .train import TrainState as TrainState
 from .train import TrainStep as TrainStep
+from .train import ema as ema
+from .train import ema_model as ema_model
+from .train import find_batch_size as find_batch_size
 from .train import make_train_step as make_train_step

@@ -1,8 +1,10 @@
 """`constrain`: a layout hint inside a model that holds under every kind of step."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from . import _jaxapi, _spec
@@ -20,10 +22,11 @@ def constrain(x: Any, spec: P) -> Any:
 
     - `x`: an array, or a pytree of arrays that all get the same spec.
     - `spec`: a `PartitionSpec` of mesh axes, with at most as many entries as `x` has
-        dimensions.
+        dimensions; `P.UNCONSTRAINED` leaves a dimension to the compiler.
 
     **Raises:**
 
+    - `TypeError`: if `spec` is no `PartitionSpec`.
     - `ValueError`: if the spec names an axis that the mesh does not have, or is longer than
         the shape.
     """
@@ -35,19 +38,29 @@ def constrain(x: Any, spec: P) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    unknown = _spec.axes_of(spec) - set(mesh.axis_names)
+    automatic = _jaxapi.automatic_axes()
+    here, unknown = _over(spec, automatic, set(mesh.axis_names))
     if unknown:
         raise ValueError(
-            f"constrain(x, {spec}) names {', '.join(map(repr, sorted(unknown)))}, but the mesh "
-            f"has the axes {', '.join(map(repr, mesh.axis_names))}."
+            f"constrain(x, {spec}) names {', '.join(map(repr, unknown))}, but the mesh has the "
+            f"axes {', '.join(map(repr, mesh.axis_names))}."
         )
-    spec = _spec.keep(spec, _jaxapi.automatic_axes())
     for leaf in jax.tree.leaves(x):
-        if len(spec) > leaf.ndim:
+        if len(spec) > np.ndim(leaf):
             raise ValueError(
-                f"constrain(x, {spec}) has {len(spec)} entries, but x has shape {leaf.shape}. "
-                "Give one entry for each dimension; trailing None may be left out."
+                f"constrain(x, {spec}) has {len(spec)} entries, but x has shape "
+                f"{np.shape(leaf)}. Give one entry for each dimension; trailing None may be "
+                "left out."
             )
-    if not _jaxapi.automatic_axes():
+    if not automatic:
         return x
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, spec), x)
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, here), x)
+
+
+def _over(spec: P, axes: Collection[str], known: Collection[str]) -> tuple[P, list[str]]:
+    """The spec over some of the axes, and the axes it names that are not known."""
+    free = [entry is P.UNCONSTRAINED for entry in spec]
+    plain = P(*(None if f else entry for f, entry in zip(free, spec, strict=True)))
+    kept = [tuple(a for a in entry if a in axes) for entry in _spec.entries(plain, len(spec))]
+    entries = [P.UNCONSTRAINED if f else k or None for f, k in zip(free, kept, strict=True)]
+    return P(*entries), sorted(_spec.axes_of(plain) - set(known))

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -12,101 +12,18 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _jaxapi, _tree
-from ._layout import Layout, fsdp, specs
+from . import _jaxapi, _spec, _tree
+from ._layout import Layout, fsdp, replicate, specs
 from ._mesh import make_mesh
 from ._place import place, shard_batch
+from ._program import Program, refuse_deleted
 
-BATCH = P(("data", "fsdp"))
+BATCH_AXES = ("data", "fsdp")
+BATCH = P(BATCH_AXES)
 
 log = logging.getLogger("meshdp")
 
 _sharding = attrgetter("sharding")
-
-
-class Program:
-    """A step compiled for one structure of its arguments."""
-
-    def __init__(self, step: "Distributed", state, state_shapes, batch, args):
-        self.state, self.batch, self.args = state, batch, args
-        self.shardings = step._state_shardings(state, state_shapes)
-        self.seen = self.shardings
-        self.rows_seen: list[Any] | None = None
-        replicated = NamedSharding(step.mesh, P())
-
-        def run(state_arrays, batch_arrays, args_arrays):
-            with _jaxapi.tracing_mesh(step.mesh):
-                new, aux = step._body(
-                    state.join(state_arrays),
-                    batch.join(batch_arrays),
-                    *(s.join(a) for s, a in zip(args, args_arrays, strict=True)),
-                )
-            out, structure = _tree.split(new, "the new state", dynamic=_tree.is_array_or_number)
-            out = _checked(state, state_arrays, structure, out)
-            aux_arrays, aux_structure = _tree.split(
-                aux, "aux", dynamic=_tree.is_array_or_number
-            )
-            return out, aux_arrays, _tree.Static((structure, aux_structure))
-
-        run.__name__ = run.__qualname__ = getattr(step, "__name__", "step")
-        self.jitted = jax.jit(
-            run,
-            in_shardings=(self.shardings, None, replicated),
-            out_shardings=(self.shardings, None, None),
-            donate_argnums=(0,) if step._donate else (),
-        )
-
-    def in_place(self, arrays: Sequence[Any]) -> bool:
-        """Whether the state already lies as this program wants it."""
-        try:
-            have = list(map(_sharding, arrays))
-        except AttributeError:
-            return False
-        if have == self.seen:  # identical objects, as a rule: no `NamedSharding.__eq__`
-            return True
-        same = all(
-            isinstance(x, jax.Array) and x.committed and h.is_equivalent_to(want, x.ndim)
-            for x, h, want in zip(arrays, have, self.shardings, strict=True)
-        )
-        if same:
-            self.seen = have
-        return same
-
-
-def _checked(state: _tree.Structure, before, structure: _tree.Structure, after):
-    """The new state's arrays, if it can be the state of the next step."""
-    problems = []
-    if structure.treedef != state.treedef or structure.positions != state.positions:
-        old, new = set(state.paths()), set(structure.paths())
-        problems = [f"  state{p}: gone in the new state" for p in sorted(old - new)]
-        problems += [f"  state{p}: only in the new state" for p in sorted(new - old)]
-        problems = problems or [f"  it was {state.treedef}", f"  it is  {structure.treedef}"]
-    else:
-        for path, a, b in zip(state.paths(), before, after, strict=True):
-            b = jax.numpy.asarray(b)
-            if (a.shape, a.dtype) != (b.shape, b.dtype):
-                problems.append(
-                    f"  state{path}: was {a.dtype}{list(a.shape)}, is {b.dtype}{list(b.shape)}"
-                )
-        for (i, a), (_, b) in zip(state.static, structure.static, strict=True):
-            if isinstance(a, _tree.NUMBERS) and not isinstance(a, bool) and a != b:
-                problems.append(
-                    f"  leaf {i} of the state: the Python number {a} became {b}, and would "
-                    f"compile the step anew each time; make it an array, jnp.asarray({a})"
-                )
-    if problems:
-        raise ValueError(
-            "The step must return a state of the structure, shapes and dtypes that it was "
-            f"given, so that it can be called again; {len(problems)} differ:\n"
-            + "\n".join(problems)
-            + "\nReturn (new_state, aux) with the state first, and cast back what changed."
-        )
-    # A weakly typed leaf would trace the next call anew.
-    return [jax.lax.convert_element_type(x, x.dtype) if _weak(x) else x for x in after]
-
-
-def _weak(x) -> bool:
-    return getattr(x, "weak_type", False)
 
 
 class Distributed:
@@ -121,10 +38,12 @@ class Distributed:
         batch: P,
         donate: bool,
     ):
-        functools.update_wrapper(self, step)
-        self._step, self._mesh, self._layout = step, mesh, layout
+        # Without the attributes of a callable object, which could be called as ours.
+        functools.update_wrapper(self, step, updated=())
+        self._step, self._layout = step, layout
+        self._mesh = None if mesh is None else _jaxapi.auto_mesh(mesh.devices, mesh.axis_names)
         self._batch, self._donate = batch, donate
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, list[Program]] = {}
         self._last: Program | None = None
 
     def _name(self) -> str:
@@ -135,7 +54,7 @@ class Distributed:
         if not (isinstance(out, tuple) and len(out) == 2):
             raise ValueError(
                 f"{self._name()} must return (state, aux), a tuple of two, but it returned "
-                f"{_describe(out)}. Write `return new_state, loss`."
+                f"{describe(out)}. Write `return new_state, loss`."
             )
         return out
 
@@ -207,16 +126,16 @@ class Distributed:
 
     def _state_shardings(self, structure: _tree.Structure, shapes) -> list[NamedSharding]:
         tree = structure.join(shapes)
-        layout = self._layout or fsdp()
         try:
-            found = self._specs(tree, layout)
+            found = self._specs(tree)
         except ValueError as e:
             e.add_note(f"This was the state of {self._name()} on {_sizes(self.mesh)}.")
             raise
         flat = [s for s in spec_leaves(tree, found) if s is not None]
         return [NamedSharding(self.mesh, s) for s in flat]
 
-    def _specs(self, tree, layout):
+    def _specs(self, tree):
+        layout = self._layout or (fsdp() if "fsdp" in self.mesh.shape else replicate())
         return specs(tree, layout, self.mesh.shape)
 
     def _choose_mesh(self, shapes) -> None:
@@ -227,7 +146,7 @@ class Distributed:
         limit = _jaxapi.memory_limit(devices[0])
         # A step holds the state, and gradients and activations about as large again.
         axis = "data" if 2 * state <= limit else "fsdp"
-        self._mesh = make_mesh(**{axis: len(devices)})
+        self._mesh = make_mesh(data=-1) if axis == "data" else make_mesh(fsdp=-1)
         why = "fits" if axis == "data" else "does not fit"
         log.info(
             "%s: all %d devices on %r, since twice the state (%s) %s in the memory of one "
@@ -242,8 +161,10 @@ class Distributed:
 
     def __call__(self, state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args)
+        refuse_deleted(program.state, arrays, self._name())
         if not program.in_place(arrays):
-            arrays = place(arrays, program.shardings)
+            program = self._fitting(program, arrays)
+            arrays = program.bring(arrays)
         out, aux, static = program.jitted(arrays, batch_arrays, args_arrays)
         structure, aux_structure = static.value
         return self._join(structure, out), aux_structure.join(aux)
@@ -252,8 +173,9 @@ class Distributed:
         return structure.join(arrays)
 
     def lower(self, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
-        """As `jax.jit(step).lower`: takes arrays or shapes, allocates and donates nothing."""
+        """As `jax.jit(step).lower`: takes arrays or shapes, and donates nothing."""
         program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args)
+        program = self._fitting(program, arrays)
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
             for x, s in zip(arrays, program.shardings, strict=True)
@@ -275,29 +197,55 @@ class Distributed:
             ]
             more, a = tuple(p[0] for p in parts), tuple(p[1] for p in parts)
         if last is None or s is not last.state or b is not last.batch or a != last.args:
-            key = (s, b, a)
-            last = self._programs.get(key)
-            if last is None:
-                self._choose_mesh(arrays)
-                last = self._programs[key] = Program(self, s, arrays, b, a)
-            self._last = last
-        if more:
+            known = self._programs.setdefault((s, b, a), [])
+            last = self._last = known[0] if known else self._program(known, s, arrays, b, a)
+        if more and not _any_shape(more):
             more = place(more, NamedSharding(self.mesh, P()), share=True)
         return last, arrays, self._place_batch(last, rows), more
+
+    def _fitting(self, program: Program, arrays) -> Program:
+        """The program whose layout was made for a state of these shapes."""
+        shapes = [x.shape for x in arrays]
+        if shapes == program.shapes:
+            return program
+        s, b, a = program.state, program.batch, program.args
+        known = self._programs[s, b, a]
+        found = next((p for p in known if p.shapes == shapes), None)
+        self._last = found or self._program(known, s, arrays, b, a)
+        return self._last
+
+    def _program(self, known: list[Program], s, arrays, b, a) -> Program:
+        self._choose_mesh(arrays)
+        program = Program(
+            self._body,
+            self.mesh,
+            s,
+            self._state_shardings(s, arrays),
+            [x.shape for x in arrays],
+            b,
+            a,
+            name=getattr(self, "__name__", "step"),
+            donate=self._donate,
+        )
+        known.append(program)
+        return program
 
     def _place_batch(self, program: Program, rows):
         seen = program.rows_seen
         if seen is not None and all(isinstance(x, jax.Array) for x in rows):
             if list(map(_sharding, rows)) == seen:
                 return rows
-        if rows and isinstance(rows[0], jax.ShapeDtypeStruct):
-            sharding = NamedSharding(self.mesh, self._batch)
-            return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in rows]
+        if _any_shape([rows]):
+            where = lambda x: NamedSharding(self.mesh, P(*self._batch[: len(x.shape)]))
+            shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
+            return [shape(x) if _tree.is_array(x) else x for x in rows]
         # What is not an array of JAX's can change under a step that has not run yet: copied.
         share = all(isinstance(x, jax.Array) for x in rows)
         batch = shard_batch(program.batch.join(rows), self.mesh, self._batch, share=share)
-        placed = _tree.split(batch, "batch")[0]
-        program.rows_seen = list(map(_sharding, placed))
+        leaves = jtu.tree_leaves(batch)
+        placed = [leaves[i] for i in program.batch.positions]
+        if all(isinstance(x, jax.Array) for x in placed):
+            program.rows_seen = list(map(_sharding, placed))
         return placed
 
 
@@ -328,15 +276,16 @@ def distributed(
         pytree. Its arrays, and the arrays and numbers of the other arguments, are traced;
         every other leaf (functions, strings, flags) is static, and only a change of those, or
         of a shape or dtype, compiles anew.
-    - `mesh`: from `make_mesh`. If `None`, all devices go on `"data"` when twice the state
+    - `mesh`: from `make_mesh`, or any other, whose axes are then taken as `Auto`. If `None`,
+        all devices go on `"data"` when twice the state
         fits in the memory of one, else on `"fsdp"`; a line logged by `"meshdp"` says which.
     - `layout`: says how the state is split. If `None`, `fsdp()`, which on a mesh without an
         `"fsdp"` axis replicates.
     - `batch`: the spec of each array of the batch (global shape; its leading dimension must
         divide).
     - `donate`: whether the memory of the state that is passed in becomes that of the state
-        that comes out. A state that must first be moved onto the mesh is copied: the caller's
-        own arrays stay alive.
+        that comes out. Arrays that must first be moved onto the mesh are copied: the caller's
+        own stay alive.
 
     **Returns:**
 
@@ -346,7 +295,8 @@ def distributed(
     **Raises:**
 
     - `ValueError`: when called, if a leaf cannot be laid out as asked, if the batch does not
-        divide, or if the step returns a state of another structure, shape or dtype.
+        divide, if the state was donated before, or if the step returns a state of another
+        structure, shape or dtype.
     """
     if step is None:
         return functools.partial(
@@ -354,7 +304,7 @@ def distributed(
         )
     if not callable(step):
         raise TypeError(
-            f"distributed takes a function step(state, batch, ...), not {_describe(step)}. "
+            f"distributed takes a function step(state, batch, ...), not {describe(step)}. "
             "Options go by name: @meshdp.distributed(mesh=mesh)."
         )
     check_options(mesh, layout, batch)
@@ -363,6 +313,10 @@ def distributed(
             f"{step.__qualname__} must be a plain function, so that JAX can trace it."
         )
     return Distributed(step, mesh=mesh, layout=layout, batch=batch, donate=donate)
+
+
+def _any_shape(parts) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for part in parts for x in part)
 
 
 def spec_leaves(tree: Any, found: Any) -> list[P | None]:
@@ -383,9 +337,16 @@ def check_options(mesh: Any, layout: Any, batch: Any) -> None:
         problems.append(f'  batch: {batch!r}; it takes a PartitionSpec: P(("data", "fsdp"))')
     if problems:
         raise TypeError("These options have the wrong type:\n" + "\n".join(problems))
+    unknown = set() if mesh is None else _spec.axes_of(batch) - set(mesh.axis_names)
+    if mesh is not None and unknown:
+        raise ValueError(
+            f"batch={batch} names {', '.join(map(repr, sorted(unknown)))}, but the mesh has "
+            f"{', '.join(map(repr, mesh.axis_names))}. Take a mesh of meshdp.make_mesh, which "
+            f"has every axis, or give batch=P({mesh.axis_names[0]!r})."
+        )
 
 
-def _describe(x: Any) -> str:
+def describe(x: Any) -> str:
     if isinstance(x, tuple):
         return f"a tuple of {len(x)}"
     return f"a {type(x).__name__}"

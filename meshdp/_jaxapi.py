@@ -6,7 +6,7 @@ called from here and nowhere else.
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax._src import core as src_core
 from jax._src import distributed, source_info_util, xla_bridge
 from jax._src.array import ArrayImpl
+from jax.core import Tracer
 from jax.experimental import mesh_utils
 from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh
@@ -59,7 +60,7 @@ def shard_map(
     mesh: Any = None,
     in_specs: Any,
     out_specs: Any,
-    axis_names: Sequence[str] | set[str] = (),
+    axis_names: Collection[str] = (),
 ) -> Callable:
     """As `jax.shard_map` with `check_vma=False`.
 
@@ -224,7 +225,7 @@ def backend_is_up() -> bool:
 def unsharded(x: Any) -> Any:
     """A traced array whole on every device, if its type says that it is not (`Explicit`)."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
-    if not isinstance(x, jax.core.Tracer) or not any(spec):
+    if not isinstance(x, Tracer) or not any(spec):
         return x
     return jax.sharding.reshard(x, jax.P(*(None,) * x.ndim))
 

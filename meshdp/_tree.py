@@ -17,8 +17,13 @@ def is_array(x: Any) -> bool:
     return isinstance(x, ARRAYS)
 
 
+def is_number(x: Any) -> bool:
+    """Whether a leaf is a Python number; a `bool` is a flag."""
+    return isinstance(x, NUMBERS) and not isinstance(x, bool) and not is_array(x)
+
+
 def is_array_or_number(x: Any) -> bool:
-    return isinstance(x, ARRAYS) or (isinstance(x, NUMBERS) and not isinstance(x, bool))
+    return is_array(x) or is_number(x)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,11 +66,25 @@ class Structure:
         """The tree with `arrays` in it."""
         return jtu.tree_unflatten(self.treedef, self.leaves(arrays))
 
+    def leaf_paths(self) -> list[str]:
+        """The path of each leaf."""
+        tree = jtu.tree_unflatten(self.treedef, self.leaves(range(len(self.positions))))
+        return [jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(tree)]
+
     def paths(self) -> list[str]:
         """The path of each array."""
-        tree = jtu.tree_unflatten(self.treedef, self.leaves(range(len(self.positions))))
-        paths = [jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(tree)]
+        paths = self.leaf_paths()
         return [paths[i] for i in self.positions]
+
+
+class Flat:
+    """A pytree that may be kept as its arrays and its structure, and built when looked into.
+
+    `_flat` is `(arrays, structure)`, or `None` once built: then somebody may have changed it.
+    """
+
+    __slots__ = ("_flat",)
+    _flat: Any
 
 
 def split(tree: Any, name: str, *, dynamic=is_array, like: Structure | None = None):
@@ -75,9 +94,8 @@ def split(tree: Any, name: str, *, dynamic=is_array, like: Structure | None = No
     returned itself if nothing changed, which is much faster than making it again. `name` is
     what the tree is called in the error for a leaf that cannot be compiled for.
     """
-    flat = getattr(tree, "_flat", None)
-    if flat is not None:
-        return flat
+    if isinstance(tree, Flat) and tree._flat is not None:
+        return tree._flat
     leaves, treedef = jtu.tree_flatten(tree)
     if like is not None and treedef == like.treedef:
         if not like.static:
@@ -91,14 +109,19 @@ def split(tree: Any, name: str, *, dynamic=is_array, like: Structure | None = No
             if _all(dynamic, arrays):
                 return arrays, like
     positions = tuple(i for i, x in enumerate(leaves) if dynamic(x))
+    found = structure(treedef, positions, leaves, tree, name)
+    return [leaves[i] for i in positions], found
+
+
+def structure(treedef, positions: tuple[int, ...], leaves, tree: Any, name: str) -> Structure:
+    """The structure of a tree whose data are the leaves at `positions`."""
     taken = set(positions)
     static = tuple((i, x) for i, x in enumerate(leaves) if i not in taken)
     try:
-        structure = Structure(treedef, positions, static)
+        return Structure(treedef, positions, static)
     except TypeError:
         _refuse_unhashable(tree, name, taken)
         raise
-    return [leaves[i] for i in positions], structure
 
 
 def _all(dynamic, leaves) -> bool:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +16,7 @@ from . import _jaxapi, _tree
 from ._distribute import Distributed
 from ._place import place, to_host
 from .train._state import TrainState
-from .train._step import TrainStep, only, trainable, trained
+from .train._train_step import TrainStep, Updates
 
 
 def force_devices(n: int) -> None:
@@ -68,11 +67,11 @@ def verify(
 ) -> Parity:
     """Runs a step on its mesh and on one device, and compares every leaf.
 
-    For a step of `make_train_step`, the one device runs plain `jax.grad` of the mean loss over
-    the whole batch: the gradients are compared, then the metrics, then the optimizer's update
-    of the mesh's own gradients (compared by itself, because an optimizer such as Adam blows
-    the rounding of a vanishing gradient up to a whole update). For a step of `distributed`,
-    the one device runs the function as it was written, under plain `jax.jit`.
+    For a step of `make_train_step`, the gradients are compared, then the metrics, then the
+    update that the optimizer makes of the mesh's own gradients (by itself, because an optimizer
+    such as Adam blows the rounding of a vanishing gradient up to a whole update). For a step of
+    `distributed`, the one device runs the function as it was written, under plain `jax.jit`,
+    with the axes of the mesh all of size 1.
 
     **Arguments:**
 
@@ -92,33 +91,32 @@ def verify(
             f"verify takes a step made by meshdp.distributed or meshdp.make_train_step, not a "
             f"{type(step).__name__}. Wrap the function: meshdp.distributed(step)."
         )
-    device = step.mesh.devices.flat[0]
-    whole = jax.device_put(_arrays(to_host((state, batch, args))), device)
-    whole = _tree.split((state, batch, args), "state", dynamic=_tree.is_array)[1].join(whole)
+    shardings = step.shardings(state)  # and so a step without a mesh has chosen one
+    # One device with the axes of the mesh, so that bare specs hold there too.
+    axes = step.mesh.axis_names
+    device = np.reshape(step.mesh.devices.flat[0], (1,) * len(axes))
+    one = NamedSharding(_jaxapi.auto_mesh(device, axes), P())
+    copy = place(state, shardings)
     if isinstance(step, TrainStep):
-        pairs = _train_pairs(step, state, batch, whole)
+        pairs = _train_pairs(step, state, batch, copy, one)
     else:
-        pairs = _plain_pairs(step, state, batch, args, whole)
+        pairs = _plain_pairs(step, state, batch, args, copy, one)
     return _compare(pairs, step.mesh.devices.size, rtol)
 
 
-def _arrays(tree):
-    return _tree.split(tree, "state", dynamic=_tree.is_array)[0]
+def _whole(tree, one: NamedSharding):
+    return place(to_host(tree), one)
 
 
-def _copy(step: Distributed, state):
-    return place(state, step.shardings(state))
-
-
-def _plain_pairs(step, state, batch, args, whole):
-    have = step(_copy(step, state), batch, *args)
-    arrays, structure = _tree.split(whole, "state")
+def _plain_pairs(step, state, batch, args, copy, one: NamedSharding):
+    arrays, structure = _tree.split(_whole((state, batch, args), one), "state")
+    have = step(copy, batch, *args)
 
     def run(arrays):
         state, batch, args = structure.join(arrays)
-        out, rest = _tree.split(
-            step.__wrapped__(state, batch, *args), "out", dynamic=_tree.is_array_or_number
-        )
+        with _jaxapi.tracing_mesh(one.mesh):  # type: ignore[arg-type]
+            new = step.__wrapped__(state, batch, *args)
+        out, rest = _tree.split(new, "out", dynamic=_tree.is_array_or_number)
         return out, _tree.Static(rest)
 
     out, rest = jax.jit(run)(arrays)
@@ -126,56 +124,19 @@ def _plain_pairs(step, state, batch, args, whole):
     return [("state", have[0], want[0]), ("aux", have[1], want[1])]
 
 
-def _train_pairs(step: TrainStep, state: TrainState, batch, whole):
+def _train_pairs(step: TrainStep, state: TrainState, batch, copy, one: NamedSharding):
     grads, metrics = step.gradients(state, batch)
-    new, _ = step(_copy(step, state), batch)
-    state1, batch1, _ = whole
-    arrays, structure = _tree.split(state1.model, "model")
-    which = [i for i, x in enumerate(arrays) if trainable(x)]
-    rows = jax.tree.leaves(batch1)[0].shape[0]
-
-    def mean(params, arrays, opt_key, batch):
-        arrays = list(arrays)
-        for i, x in zip(which, params, strict=True):
-            arrays[i] = x
-        keys = jax.vmap(lambda i: jax.random.fold_in(opt_key, i))(jnp.arange(rows))
-        out = step.__wrapped__(structure.join(arrays), batch, keys)
-        out, aux = out if isinstance(out, tuple) else (out, {})
-        return out.total / out.weight, (out.weight, {k: m.value() for k, m in aux.items()})
-
-    key = jax.random.fold_in(state1.key, state1.step)
-    run = jax.jit(jax.value_and_grad(mean, has_aux=True))
-    params = [arrays[i] for i in which]
-    (loss, (weight, aux)), want = run(params, arrays, key, batch1)
-    want_metrics = {
-        "loss": loss,
-        "weight": weight,
-        "grad_norm": optax.tree.norm(want),
-        **aux,
-    }
-
-    @jax.jit
-    def update(grads, opt_state, params):
-        as_tree = lambda values: only(structure, which, values)
-        updates, opt_state = step.optimizer.update(as_tree(grads), opt_state, as_tree(params))
-        return jtu.tree_leaves(optax.apply_updates(as_tree(params), updates)), opt_state
-
-    one = NamedSharding(_jaxapi.auto_mesh(np.array([step.mesh.devices.flat[0]]), ("x",)), P())
-    mine = jax.device_put(to_host(jtu.tree_leaves(grads)), one)
-    params, opt_state = jax.device_put(
-        to_host(([_pick(state.model, i) for i in which], state.opt_state)), one
-    )
-    new_params, new_opt = update(mine, opt_state, params)
+    new, _ = step(copy, batch)
+    alone = step.elsewhere(one.mesh)
+    state1, batch1 = _whole(state, one), to_host(batch)
+    want, want_metrics = TrainStep(step.options, **alone).gradients(state1, batch1)
+    given = _whole((grads, new.model_state, metrics), one)
+    new1, _ = Updates(step.options, **alone)(state1, batch1, *given)
     return [
-        ("gradient", grads, only(structure, which, want)),
+        ("gradient", grads, want),
         ("metrics", metrics, want_metrics),
-        ("model", trained(new.model), only(structure, which, new_params)),
-        ("opt_state", new.opt_state, new_opt),
+        ("state", new, new1),
     ]
-
-
-def _pick(model, i):
-    return _tree.split(model, "model")[0][i]
 
 
 def _compare(pairs, devices: int, rtol: float | None) -> Parity:

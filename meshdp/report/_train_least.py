@@ -38,7 +38,7 @@ def train_least(step: Any, args: Sequence[Any], found: Sequence[Collective]) -> 
     least = {}
     if any(sizes[a] > 1 for a in _BATCH_AXES):
         number = sum(
-            _weight_bytes(x, dims, sizes, step._accumulate, step._gather)
+            _weight_bytes(x, dims, sizes, step.options.accumulate, step.options.gather)
             for x, dims in zip(leaves, specs, strict=True)
         )
         n = sizes["data"] * sizes["fsdp"]
@@ -85,7 +85,7 @@ def _weight_bytes(x: Any, dims, sizes, accumulate: int, gather: str) -> int:
 def _tensor_operand(step, state, batch, specs, sizes) -> int:
     """Operand bytes of the all-reduces over tensor in one call, from the loss itself."""
     leaves, structure = _tree.split(state.model, "model")
-    parts = sizes["data"] * sizes["fsdp"] * step._accumulate
+    parts = sizes["data"] * sizes["fsdp"] * step.options.accumulate
     local = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
     )
@@ -104,4 +104,4 @@ def _tensor_operand(step, state, batch, specs, sizes) -> int:
         for x, dims in zip(leaves, specs, strict=True)
     ]
     inputs += [((False,) * x.ndim, False) for x in (*flat, keys)]
-    return step._accumulate * tensor_bytes(closed, inputs)
+    return step.options.accumulate * tensor_bytes(closed, inputs)

@@ -7,6 +7,7 @@ nobody divides in here.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,55 +16,56 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .. import _jaxapi, _spec
-from ._gather import Sharded, gather, run, sharded
+from ._gather import run
 from ._mean import Mean
 from ._plan import Plan
 from ._reduce import reduce
+from ._sharded import Sharded, gather, sharded
 
 
 def sums(
-    loss: Callable[[Sequence[Any], Any, Any], tuple[Mean, dict[str, Mean]]],
+    loss: Callable[..., tuple[Mean, dict[str, Mean], list[Any]]],
     plan: Plan,
     mesh: Any,
     weights: Sequence[Any],
+    carried: Sequence[Any],
     batch: Any,
     key: Any,
-) -> tuple[list[Any], Mean, dict[str, Mean]]:
-    """The gradients of the summed loss (global arrays), the loss and the other means.
+    scale: Any,
+) -> tuple[list[Any], Mean, dict[str, Mean], list[Any]]:
+    """The gradients of the summed loss times `scale` (global arrays), and the sums.
 
-    `loss(weights, batch, keys)` takes the list of whole arrays. The result is a gradient for
+    `loss(weights, carried, batch, keys)` takes the list of whole arrays and gives a mean,
+    further means, and the arrays that a stateful model carries on. The gradients are one for
     each array that trains, in order, laid out as `plan.grads`.
     """
     manual = plan.manual
     rows = jax.tree.leaves(batch)[0].shape[0]
     outer = lambda spec: _spec.keep(spec, manual)
-    trained = [s for s, t in zip(plan.grads, plan.trains, strict=True) if t]
-
-    def per_device(weights, batch, index, key):
-        return _per_device(loss, plan, weights, batch, index, key)
-
     return _jaxapi.shard_map(
-        per_device,
+        partial(_per_device, loss, plan),
         mesh=mesh,
         in_specs=(
             [outer(s) for s in plan.weights],
+            P(),
             jax.tree.map(lambda x: outer(_rank(plan.batch, x.ndim)), batch),
             outer(_rank(plan.batch, 1)),
             P(),
+            P(),
         ),
-        out_specs=([outer(s) for s in trained], P(), P()),
+        out_specs=([outer(s) for s in plan.trained], P(), P(), P()),
         axis_names=manual,
-    )(list(weights), batch, jnp.arange(rows), key)
+    )(list(weights), list(carried), batch, jnp.arange(rows), key, scale)
 
 
 def _rank(spec: P, ndim: int) -> P:
     return P(*spec[:ndim])
 
 
-def _per_device(loss, plan: Plan, weights, batch, index, key):
-    sizes = dict(plan.sizes)
+def _per_device(loss, plan: Plan, weights, carried, batch, index, key, scale):
     pieces = [
-        sharded(w, s, plan.manual, sizes) for w, s in zip(weights, plan.weights, strict=True)
+        sharded(w, s, plan, layer)
+        for w, s, layer in zip(weights, plan.weights, plan.layers, strict=True)
     ]
     # One key per example, from its place in the global batch: who computes it, and in which
     # microbatch, changes nothing.
@@ -71,28 +73,37 @@ def _per_device(loss, plan: Plan, weights, batch, index, key):
     batch = jax.tree.map(lambda x: _pin(x, plan), batch)
 
     if plan.gather == "step" and plan.accumulate > 1:
-        pieces = [_gathered(p) for p in pieces]
+        pieces = [_gathered(p, t) for p, t in zip(pieces, plan.types, strict=True)]
 
-    def total(trained, batch, keys):
+    def total(trained, carried, batch, keys):
         values = _merge(plan.trains, pieces, trained)
-        mean, aux = _evaluate(loss, values, batch, keys)
-        return mean.total, (mean, aux)
+        values = [_typed(v, t) for v, t in zip(values, plan.types, strict=True)]
+        mean, aux, carried = _evaluate(loss, values, (carried, batch, keys), plan.remat)
+        return mean.total * scale, ((mean, aux), carried)
 
     differentiate = jax.value_and_grad(total, has_aux=True)
-    trained = [
-        p.piece if isinstance(p, Sharded) else p
-        for p, t in zip(pieces, plan.trains, strict=True)
-        if t
-    ]
-    if plan.accumulate == 1:
-        (_, means), grads = differentiate(trained, batch, keys)
-    else:
-        grads, means = _accumulate(differentiate, plan.accumulate, trained, batch, keys)
     kept = [p for p, t in zip(pieces, plan.trains, strict=True) if t]
+    trained = [p.piece if isinstance(p, Sharded) else p for p in kept]
+    if plan.accumulate == 1:
+        (_, (means, carried)), grads = differentiate(trained, carried, batch, keys)
+    else:
+        grads, means, carried = _accumulate(
+            differentiate, plan.accumulate, trained, carried, (batch, keys)
+        )
     mean, aux = means
     if plan.reduced:
         mean, aux = lax.psum((mean, aux), plan.reduced)
-    return reduce(plan, kept, grads), mean, aux
+        carried = [_agreed(x, plan.reduced) for x in carried]
+    return reduce(plan, kept, grads), mean, aux, carried
+
+
+def _agreed(x, axes):
+    """What a stateful model carries on, the same on every device.
+
+    A layer that takes its statistics over the whole batch has it so already, and the mean
+    changes nothing; the statistics of one that does not are averaged.
+    """
+    return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, axes)
 
 
 def _merge(trains, pieces, trained):
@@ -111,40 +122,49 @@ def _pin(x, plan: Plan):
     return lax.with_sharding_constraint(x, spec) if len(spec) else x
 
 
-def _gathered(p):
+def _gathered(p, dtype):
+    """A weight gathered ahead of its uses, in the type that it is used in."""
     if not isinstance(p, Sharded):
         return p
     dims = tuple(tuple(a for a in d if a not in p.manual) for d in p.dims)
-    whole = p.gather()
-    return dataclasses.replace(p, piece=whole, dims=dims) if any(dims) else whole
+    whole = dataclasses.replace(p, dtype=dtype).gather().astype(p.piece.dtype)
+    return dataclasses.replace(p, piece=whole, dims=dims)
 
 
-def _evaluate(loss, values, batch, keys):
+def _typed(v, dtype):
+    if dtype is None:
+        return v
+    return dataclasses.replace(v, dtype=dtype) if isinstance(v, Sharded) else v.astype(dtype)
+
+
+def _evaluate(loss, values, rest, remat):
     if not any(isinstance(v, Sharded) for v in values):
-        return loss(values, batch, keys)
+        return loss(values, *rest)
     whole = [
-        jax.ShapeDtypeStruct(v.shape, v.piece.dtype) if isinstance(v, Sharded) else v
+        jax.ShapeDtypeStruct(v.shape, v.dtype or v.piece.dtype) if isinstance(v, Sharded) else v
         for v in values
     ]
-    flat, tree = jax.tree.flatten((batch, keys))
+    flat, tree = jax.tree.flatten(rest)
     closed, shape = jax.make_jaxpr(
         lambda w, flat: loss(w, *jax.tree.unflatten(tree, flat)), return_shape=True
     )(whole, flat)
-    outs = [gather(o) for o in run(closed, [*values, *flat])]
+    outs = [gather(o) for o in run(closed, [*values, *flat], remat)]
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _accumulate(differentiate, count, trained, batch, keys):
+def _accumulate(differentiate, count, trained, carried, examples):
     micro = jax.tree.map(
-        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), (batch, keys)
+        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), examples
     )
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), micro)
-    (_, shapes), _ = jax.eval_shape(differentiate, trained, *first)
+    (_, (shapes, _)), _ = jax.eval_shape(differentiate, trained, carried, *first)
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
     def step(carry, part):
-        (_, means), grads = differentiate(trained, *part)
-        return jax.tree.map(jnp.add, carry, (grads, means)), None
+        sums, carried = carry
+        (_, (means, carried)), grads = differentiate(trained, carried, *part)
+        return (jax.tree.map(jnp.add, sums, (grads, means)), carried), None
 
-    (grads, means), _ = lax.scan(step, (zeros(trained), zeros(shapes)), micro)
-    return grads, means
+    start = ((zeros(trained), zeros(shapes)), carried)
+    ((grads, means), carried), _ = lax.scan(step, start, micro)
+    return grads, means, carried

@@ -1,6 +1,7 @@
 """How the gradients of one step are computed on a mesh. Pure."""
 
 import dataclasses
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +20,13 @@ class Plan:
     """The spec that each gradient comes out with: the weight's, or split further."""
     batch: P
     accumulate: int
+    types: tuple[Any, ...]
+    """The type that each array of the model is computed with, or `None` for its own."""
+    layers: tuple[Any, ...]
+    """Which layer each array belongs to, where layers are rematerialised."""
+    remat: Any
+    reduce: Any
+    """The type that gradients are summed over devices in, or `None` for their own."""
     gather: str
     """`"microbatch"` or `"step"`: how often fsdp weights are gathered."""
 

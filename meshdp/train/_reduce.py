@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .. import _jaxapi, _spec
-from ._gather import Sharded, inside
 from ._plan import Plan
+from ._sharded import Sharded, inside
 
 # Gradients of fewer elements are reduce-scattered together: on 8 CPU devices a GPT's 38, one
 # by one, took 1.06 to 1.3 of the time of all in one; copying larger ones together costs more
@@ -26,10 +26,11 @@ def reduce(plan: Plan, weights: Sequence[Any], grads: Sequence[Any]) -> list[Any
     reduce-scatter that is the gather's transpose. Where the gradient is to come out split
     further than the weight, it is reduce-scattered; over what then remains, all-reduced.
     """
-    out = list(grads)
+    kept = [g.dtype for g in grads]
+    out = [g if plan.reduce is None else g.astype(plan.reduce) for g in grads]
     buckets: dict[Any, list[tuple[int, int]]] = {}
     whole: dict[tuple[str, ...], list[int]] = {}
-    for i, (w, g, spec) in enumerate(zip(weights, grads, plan.trained, strict=True)):
+    for i, (w, g, spec) in enumerate(zip(weights, out, plan.trained, strict=True)):
         dims = _spec.entries(spec, g.ndim)
         held = w.dims if isinstance(w, Sharded) else ((),) * g.ndim
         done = {a for d, axes in enumerate(held) if axes for a in w.split(d)}
@@ -56,7 +57,7 @@ def reduce(plan: Plan, weights: Sequence[Any], grads: Sequence[Any]) -> list[Any
     for axes, indices in whole.items():
         for i, g in zip(indices, lax.psum([out[i] for i in indices], axes), strict=True):
             out[i] = g
-    return out
+    return [g.astype(t) for g, t in zip(out, kept, strict=True)]
 
 
 def _scatter(dim: int, axes: tuple[str, ...]) -> Callable:
@@ -76,23 +77,25 @@ def _scatter_together(grads, members, axes, ways: int):
         yield jnp.moveaxis(part, 0, dim)
 
 
-def norm(grads: Sequence[Any], specs: Sequence[P], mesh: Any) -> jax.Array:
-    """The global norm of gradients that lie as `specs`, each device reading its own part."""
+def squares(grads: Sequence[Any], specs: Sequence[P], mesh: Any) -> jax.Array:
+    """The sum of squares of each of the gradients, which lie as `specs`; shape `[n]`.
+
+    Each device reads its own part.
+    """
     over = [
         tuple(a for a in mesh.axis_names if a in _spec.axes_of(s) and mesh.shape[a] > 1)
         for s in specs
     ]
 
     def per_device(grads):
-        parts: dict[tuple[str, ...], Any] = {}
-        for axes, g in zip(over, grads, strict=True):
-            g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-            # A dot, since a sum of squares writes the squares down first on CPU.
-            parts[axes] = parts.get(axes, 0.0) + jnp.vdot(g, g).real
-        total = jnp.zeros(())
-        for axes, part in parts.items():
-            total += lax.psum(part, axes) if axes else part
-        return jnp.sqrt(total)
+        parts = [_square(g) for g in grads]
+        for axes in dict.fromkeys(over):
+            at = [i for i, o in enumerate(over) if o == axes]
+            if axes:
+                summed = lax.psum(jnp.stack([parts[i] for i in at]), axes)
+                for i, part in zip(at, summed, strict=True):
+                    parts[i] = part
+        return jnp.stack(parts)
 
     return _jaxapi.shard_map(
         per_device,
@@ -101,3 +104,9 @@ def norm(grads: Sequence[Any], specs: Sequence[P], mesh: Any) -> jax.Array:
         out_specs=P(),
         axis_names=set(mesh.axis_names),
     )(list(grads))
+
+
+def _square(g):
+    g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    # A dot, since a sum of squares writes the squares down first on CPU.
+    return jnp.vdot(g, g).real

@@ -56,7 +56,7 @@ def transformer(params, tokens, key):
         p, key = layer
         h = _norm(x, p["scale"][None])
         q, k, v = jnp.einsum("shed,td->shte", p["qkv"], h)
-        scores = jnp.einsum("hte,hue->htu", q, k) / np.sqrt(DIM // HEADS)
+        scores = jnp.einsum("hte,hue->htu", q, k) / (DIM // HEADS) ** 0.5
         causal = jnp.tril(jnp.ones((1, TOKENS, TOKENS), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), axis=-1)
         x = x + jnp.einsum("dhe,hte->td", p["out"], jnp.einsum("htu,hue->hte", weights, v))

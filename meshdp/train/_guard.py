@@ -1,0 +1,87 @@
+"""Steps whose loss or gradient is not finite: skipped, counted, and named when they go on."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# As in Micikevicius et al. 2018, section 3.2 (and NVIDIA's and PyTorch's scalers): start high,
+# halve at each overflow, double after 2000 steps without one.
+FIRST_SCALE = 2.0**15
+GROW_AFTER = 2000
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**24
+
+
+class Guard(NamedTuple):
+    """What is remembered of steps that were not finite. All scalars."""
+
+    skipped: Any
+    """int32: how many steps were skipped in all."""
+    in_a_row: Any
+    """int32: how many of them just now, one after the other."""
+    leaf: Any
+    """int32: the first parameter whose gradient was not finite, as an index among those that
+    train, when a step was last skipped; the number of them if it was the loss alone; -1 if
+    none was."""
+    scale: Any
+    """float32: what the loss is multiplied by before it is differentiated, for float16."""
+    good: Any
+    """int32: how many finite steps there were since the scale last changed."""
+
+
+def first(scales: bool) -> Guard:
+    zero = jnp.zeros((), jnp.int32)
+    scale = jnp.asarray(FIRST_SCALE if scales else 1.0, jnp.float32)
+    return Guard(zero, zero, zero - 1, scale, zero)
+
+
+def follow(guard: Guard, finite: Any, squares: Any, scales: bool) -> Guard:
+    """The guard after a step whose gradients have these sums of squares, one per parameter."""
+    bad = ~jnp.isfinite(squares)
+    leaf = jnp.where(bad.any(), jnp.argmax(bad), squares.shape[0]).astype(jnp.int32)
+    good = jnp.where(finite, guard.good + 1, 0)
+    scale = guard.scale
+    if scales:
+        grow = good >= GROW_AFTER
+        scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), scale / 2)
+        scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
+        good = jnp.where(grow, 0, good)
+    return Guard(
+        skipped=guard.skipped + ~finite,
+        in_a_row=jnp.where(finite, 0, guard.in_a_row + 1),
+        leaf=jnp.where(finite, guard.leaf, leaf),
+        scale=scale,
+        good=good,
+    )
+
+
+def choose(finite: Any, new: Any, old: Any) -> Any:
+    """`new` where the step was finite, else `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+
+def complain(guard: Guard, step: int, paths: Sequence[str], batch: Any) -> str:
+    """What to tell the user of a run that does not get out of it."""
+    rows, leaf = int(guard.in_a_row), int(guard.leaf)
+    what = f"gradient of model{paths[leaf]}" if leaf < len(paths) else "loss"
+    lines = [
+        f"The {what} was not finite at step {step}, the last of {rows} such steps in a row.",
+        "They were skipped: the model is as it was before them. The batch of that step:",
+    ]
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        lines.append(f"  batch{jax.tree_util.keystr(path)}: {describe(x)}")
+    lines.append(
+        "Look for labels out of range, a logarithm of or division by 0, or a learning rate "
+        "that is too high."
+    )
+    return "\n".join(lines)
+
+
+def describe(x: Any) -> str:
+    shape = f"{x.dtype}{list(x.shape)}"
+    if not jnp.issubdtype(x.dtype, jnp.number) or not x.size:
+        return shape
+    low, high = jnp.min(x), jnp.max(x)
+    bad = "" if jnp.isfinite(x).all() else ", not all finite"
+    return f"{shape} from {low.item():.6g} to {high.item():.6g}{bad}"

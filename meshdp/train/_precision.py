@@ -1,0 +1,127 @@
+"""Which type numbers have: kept, computed with, handed to the loss, summed over devices."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+# Their scale and shift stay as they are kept: they are few, and rounding them moves every
+# activation. Equinox computes these layers in float32 and gives back the input's type.
+NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Types for mixed precision (Micikevicius et al. 2018).
+
+    `Precision.named("bf16")` and `"f16"` compute in that type and keep the rest in float32.
+    """
+
+    params: Any = jnp.float32
+    """Of the master weights, and so of the optimizer's state."""
+
+    compute: Any = jnp.float32
+    """Of the weights and of the batch's floating-point arrays as the loss function gets them.
+    Weights split over `"fsdp"` are gathered in this type."""
+
+    output: Any = jnp.float32
+    """Of what the model returns, if it is an Equinox module that is called; so the loss is
+    computed in it. What another kind of model returns has the type it comes with."""
+
+    reduce: Any = jnp.float32
+    """In which gradients are added up over devices. That of `compute` halves the bytes."""
+
+    norms: Any = jnp.float32
+    """Of the weights of Equinox's normalisation layers."""
+
+    def __post_init__(self):
+        problems = []
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            try:
+                dtype = jnp.dtype(given)
+            except TypeError:
+                dtype = None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                problems.append(f"  {field.name}: {given!r}")
+            else:
+                object.__setattr__(self, field.name, dtype)
+        if problems:
+            raise ValueError(
+                "Precision takes floating-point types, such as jnp.bfloat16, but got:\n"
+                + "\n".join(problems)
+            )
+
+    @staticmethod
+    def named(name: str) -> "Precision | None":
+        """The policy of a short name; `None` for `"full"`, which leaves every type alone."""
+        if name == "full":
+            return None
+        if name not in ("bf16", "f16"):
+            raise ValueError(
+                f'precision: {name!r}; it takes "full", "bf16", "f16" or a meshdp.Precision'
+            )
+        return Precision(compute={"bf16": jnp.bfloat16, "f16": jnp.float16}[name])
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss must be scaled, for float16 gradients not to vanish."""
+        return self.compute == jnp.float16 or self.reduce == jnp.float16
+
+
+def is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def compute_types(model: Any, precision: Precision | None) -> list[np.dtype | None]:
+    """For each leaf of a model the type to cast it to for the loss, or `None`."""
+    if precision is None:
+        return [None] * len(jtu.tree_leaves(model))
+
+    def types(node):
+        dtype = precision.norms if isinstance(node, NORMS) else precision.compute
+        return [dtype if is_float(x) else None for x in jtu.tree_leaves(node)]
+
+    nodes = jtu.tree_leaves(model, is_leaf=lambda x: isinstance(x, NORMS))
+    return [t for node in nodes for t in types(node)]
+
+
+def kept(model: Any, precision: Precision | None) -> Any:
+    """The model with its floating-point arrays in the type that is kept."""
+    if precision is None:
+        return model
+    return jax.tree.map(lambda x: x.astype(precision.params) if is_float(x) else x, model)
+
+
+def batch_for(batch: Any, precision: Precision | None) -> Any:
+    """The batch with its floating-point arrays in the type to compute with."""
+    if precision is None:
+        return batch
+    return jax.tree.map(lambda x: x.astype(precision.compute) if is_float(x) else x, batch)
+
+
+def with_output(model: Any, precision: Precision | None) -> Any:
+    """The model, returning the output type when it is called.
+
+    Only an Equinox module can be asked; the result is one of the same class, or rather of a
+    subclass that differs in `__call__` alone.
+    """
+    if precision is None or not isinstance(model, eqx.Module) or not callable(model):
+        return model
+    output = precision.output
+    cls: Any = type(model)
+
+    def call(self, *args, **kwargs):
+        out = cls.__call__(self, *args, **kwargs)
+        return jax.tree.map(lambda x: x.astype(output) if is_float(x) else x, out)
+
+    made = type(cls)(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    twin: Any = object.__new__(made)
+    for field in dataclasses.fields(cls):
+        if hasattr(model, field.name):
+            object.__setattr__(twin, field.name, getattr(model, field.name))
+    return twin
