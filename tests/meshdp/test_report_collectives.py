@@ -27,11 +27,16 @@ def make_mesh(devices=None, **sizes) -> Mesh:
     return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
-def found_in(f, mesh, in_specs, out_specs, *shapes):
+def compiled_in(f, mesh, in_specs, out_specs, *shapes):
     f = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
-    found = collectives(jax.jit(f).lower(*args).compile(), mesh)
-    return sorted([c.kind, list(c.axes), list(c.shape), c.sent_bytes, c.count] for c in found)
+    return collectives(jax.jit(f).lower(*args).compile(), mesh)
+
+
+def found_in(*args):
+    return sorted(
+        [c.kind, list(c.axes), list(c.shape), c.sent_bytes, c.count] for c in compiled_in(*args)
+    )
 
 
 def data_step(n):
@@ -186,6 +191,28 @@ def test_a_mesh_of_other_devices_is_refused():
         "The program runs on devices [0, 1, 2, 3], the mesh is of devices [4, 5, 6, 7]. Pass "
         "the mesh that the step was compiled for."
     )
+
+
+def test_a_gather_of_scanned_layers_names_the_argument_that_it_moves():
+    def layers(weights, x):
+        layer = lambda h, w: (jnp.tanh(h @ lax.all_gather(w, "fsdp", tiled=True)), None)
+        return lax.psum(jnp.sum(lax.scan(layer, x, weights)[0]), "fsdp")
+
+    specs, shapes = (P(None, "fsdp"), P("fsdp")), ((3, 8, 8), (16, 8))
+    found = compiled_in(layers, make_mesh(fsdp=8), specs, P(), *shapes)
+    assert {(c.kind, c.argument) for c in found} == {
+        ("all-gather", "weights"),
+        ("all-reduce", ""),
+    }
+
+
+def test_what_a_loop_changes_is_no_longer_the_argument_it_began_with():
+    def ring(x):
+        turn = lambda i, c: lax.ppermute(c, "seq", [(k, (k + 1) % 8) for k in range(8)])
+        return lax.fori_loop(0, 8, turn, x)
+
+    (c,) = compiled_in(ring, make_mesh(seq=8), P("seq"), P("seq"), (8, 4))
+    assert (c.kind, c.count, c.argument) == ("collective-permute", 8, "")
 
 
 def test_a_pmap_is_read_as_well():

@@ -270,6 +270,22 @@ def test_both_branches_count_as_the_most_there_can_be():
     assert [(c.count, c.conditional) for c in found] == [(1, True), (1, True)]
 
 
+def test_a_computation_that_is_called_twice_counts_twice():
+    shared = (
+        "%shared (q: f32[4,8]) -> f32[4,8] {\n  %q = f32[4,8]{1,0} parameter(0)\n"
+        "  ROOT %r = f32[4,8]{1,0} all-reduce(%q), channel_id=1, "
+        "replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%add\n}\n"
+    )
+    text = program(
+        "  %a = f32[4,8]{1,0} call(%p), to_apply=%shared\n"
+        "  ROOT %b = f32[4,8]{1,0} call(%a), to_apply=%shared",
+        shared,
+    )
+    c = only(text)
+    # Called once with the argument and once with something computed.
+    assert (c.count, c.argument) == (2, "")
+
+
 def test_the_table_adds_up_by_axis_and_kind():
     one = (
         "  %r{0} = f32[4,8]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={1}, "
