@@ -41,7 +41,7 @@ def place(tree: Any, shardings: Any, *, share: bool = False) -> Any:
     **Returns:**
 
     The tree with global arrays, committed to the devices of their shardings. It returns when
-    NumPy arrays and arrays of other layouts have been read.
+    NumPy arrays and arrays of other layouts have been read; `shard_batch` does not wait.
 
     **Raises:**
 
@@ -104,14 +104,15 @@ def to_host(tree: Any) -> Any:
 
     - `ValueError`: a leaf was deleted or donated. Every such leaf is listed.
     """
-
     return Leaves(tree, numbers=False).replaced(None, lambda xs, *_: _move.read(xs))
 
 
 def shard_batch(batch: Any, mesh: Mesh, spec: P = BATCH, *, share: bool = False) -> Any:
     """Splits the rows of a batch, the leading dimension of its leaves, over a mesh.
 
-    It waits for no device, so it can run while the step before is still under way.
+    NumPy arrays, and arrays on one device where there is one process, are placed without
+    waiting for a device, so this can run while the step before is still under way. Arrays of
+    other layouts are waited for.
 
     With several processes each passes its own rows, those for the devices it has, and gets
     the global batch: the rows in the order of the devices in the mesh. Processes whose

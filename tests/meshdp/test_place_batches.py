@@ -52,6 +52,16 @@ def test_changing_a_numpy_batch_afterwards_does_not_change_the_result(mesh):
     assert_each_shard_is(placed, VALUE)
 
 
+def test_a_batch_that_is_still_being_computed_is_not_waited_for(mesh):
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 10_000, lambda _, x: jnp.sin(x) + 1e-3, x))
+    x = jnp.zeros((16, 1024))
+    shard_batch({"x": x, "host": VALUE}, mesh)  # compiles the slices
+    late = slow(x)
+    placed = shard_batch({"x": late, "host": VALUE}, mesh)
+    assert not late.is_ready()
+    assert_each_shard_is(placed["x"], np.asarray(late))
+
+
 def test_further_dimensions_are_split_where_a_leaf_has_them(mesh):
     placed = shard_batch({"x": VALUE, "label": np.arange(16)}, mesh, P("data", "fsdp"))
     assert_lies(placed["x"], NamedSharding(mesh, P("data", "fsdp")), (4, 3))
