@@ -77,8 +77,7 @@ def _nested(context: Context, mapped: Mapped) -> Iterator[Finding]:
         for node in ast.walk(mapped.function):
             if isinstance(node, ast.Call) and node is not mapped.node:
                 called = context.maps.resolve(node.func)
-                # The map under whose decorator we are is not inside itself.
-                if called is not None and called.function is not mapped.function:
+                if called is not None:
                     inner.append(node)
     if inner:
         yield context.finding("MD203", inner[0], *to_compat(context, mapped.callee))

@@ -42,13 +42,22 @@ def rewrite(source: str, edits: Iterable[Edit]) -> str:
 
     An edit inside an expression that another edit replaces whole is left out; a second call
     with fresh edits will find it.
+
+    **Raises:**
+
+    - `SyntaxError`: if libcst does not know syntax that this Python does.
     """
     cst = load_libcst()
     from compat.migrate._imports import add_imports
 
     edits = list(dict.fromkeys(edits))
     metadata = importlib.import_module("libcst.metadata")
-    wrapper = metadata.MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+    try:
+        parsed = cst.parse_module(source)
+    except cst.ParserSyntaxError as e:
+        where = ("<module>", e.raw_line, e.raw_column, None)
+        raise SyntaxError(f"libcst cannot parse it ({e.message})", where) from None
+    wrapper = metadata.MetadataWrapper(parsed, unsafe_skip_copy=True)
     places = wrapper.resolve(metadata.PositionProvider)
     module = wrapper.module.visit(_transformer(cst, wrapper.module, places, edits))
     needs = dict.fromkeys(n for edit in edits for n in edit.needs)

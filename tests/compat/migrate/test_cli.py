@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 
+import libcst
 import pytest
 
 from compat.migrate import cli
@@ -102,6 +103,21 @@ def test_github_annotations_are_one_line_each(folder, capsys):
     )
 
 
+def test_github_annotations_escape_what_would_end_them(folder, capsys):
+    (folder / "a,b:c.py").write_text(OLD)
+    _, out, _ = run(capsys, "check", "--format", "github", "a,b:c.py")
+    assert out.startswith("::error file=a%2Cb%3Ac.py,line=5,")
+
+
+def test_fix_keeps_the_imports_that_a_package_hands_on(folder, capsys):
+    text = "import jax\nfrom flax import jax_utils\nx = jax_utils.replicate(jax)\n"
+    for name in ("__init__.py", "module.py"):
+        (folder / name).write_text(text)
+        run(capsys, "fix", name)
+    assert "jax_utils" in (folder / "__init__.py").read_text()
+    assert "jax_utils" not in (folder / "module.py").read_text()
+
+
 def test_fix_writes_and_a_second_run_writes_nothing(folder, capsys):
     code, out, _ = run(capsys, "fix", "src/breaks.py")
     assert (code, out) == (0, "src/breaks.py: rewritten\n1 of 1 file rewritten.\n")
@@ -150,6 +166,35 @@ def test_what_is_not_python_is_refused_by_file_and_line(folder, capsys, command)
     assert err.startswith("bad.py:2: not Python 3: ")
     assert err.endswith(" Left as it is.\n")
     assert (folder / "bad.py").read_text() == "import jax\njax.tree_map(\nprint 'x'\n"
+
+
+def test_what_libcst_does_not_know_is_refused_and_the_rest_is_fixed(
+    folder, capsys, monkeypatch
+):
+    (folder / "src" / "strange.py").write_text(OLD + "strange = 1\n")
+    parse = libcst.parse_module
+
+    def refuse(source):
+        if "strange" in source:
+            raise libcst.ParserSyntaxError("new syntax", lines=[], raw_line=6, raw_column=1)
+        return parse(source)
+
+    monkeypatch.setattr(libcst, "parse_module", refuse)
+    code, _, err = run(capsys, "fix", "src")
+    assert code == 2
+    assert err == (
+        "src/strange.py:6: not Python 3: libcst cannot parse it (new syntax). Left as it is.\n"
+    )
+    assert (folder / "src" / "breaks.py").read_text() == NEW
+
+
+def test_check_needs_no_libcst(folder):
+    script = (
+        "import sys; sys.modules['libcst'] = None; from compat.migrate import cli; "
+        "sys.exit(cli.main(['check', 'src']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_file_in_another_encoding_keeps_it(folder, capsys):

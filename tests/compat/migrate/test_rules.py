@@ -21,6 +21,7 @@ FIRES = [
     ("MD102", "import jax\nmap(jax.tree_leaves, xs)"),
     ("MD102", "from jax import tree_map\ntree_map(f, x)"),
     ("MD102 MD102", "from jax import tree_flatten, tree_unflatten"),
+    ("MD102", "import jax\nclass A:\n    jax = 1\n    def f(self): jax.tree_map"),
     ("MD103", "from jax import tree_util as tu\ntu.tree_multimap(f, x, y)"),
     ("MD103", "import jax\njax.tree_multimap(f, x, y)"),
     ("MD103", "from jax.tree_util import tree_multimap"),
@@ -101,6 +102,24 @@ FIRES = [
         import jax, functools
         @functools.partial(jax.pmap, static_broadcasted_argnums=(0, 3))
         def f(config, x): return x
+        """,
+    ),
+    (
+        "MD202",
+        """
+        import compat
+        class A:
+            def f(self, x): pass
+            def g(self):
+                return compat.pmap(self.f, static_broadcasted_argnums=1)
+        """,
+    ),
+    (
+        "MD202",
+        """
+        import compat, functools
+        def f(a, b): pass
+        compat.pmap(functools.partial(f, 1), static_broadcasted_argnums=1)
         """,
     ),
     # MD203

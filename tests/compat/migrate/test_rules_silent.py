@@ -54,6 +54,7 @@ SILENT = [
     # results
     "import compat\np = compat.pmap(f, donate_argnums=0)\nfor b in bs:\n    s = p(s, b)",
     "import compat\np = compat.pmap(f, donate_argnums=0)\ns, m = p(s, b)\nprint(s)",
+    "import compat\np = compat.pmap(f, donate_argnums=0)\ns = p(s, b)\nprint(1)\nprint(s)",
     "import compat\np = compat.pmap(f, donate_argnums=1)\nt = p(s, b)\nprint(s)",
     "import compat\nx = [1]\nprint(x[0])",
     "import compat\ny = compat.pmap(f, out_axes=None)(x)\nprint(float(y[0]))",
@@ -87,6 +88,7 @@ SILENT = [
     # means
     "from jax import lax\nimport jax.numpy as jnp\nlax.pmean(x / jnp.sum(x), 'i')",
     "from jax import lax\nimport jax.numpy as jnp\nlax.pmean(jnp.mean(x), 'i')",
+    "import jax, jax.numpy as jnp\njax.lax.pmean(jnp.sum(a, axis=1) / jnp.sum(b, axis=1), 'i')",
     ("from jax import lax\nimport jax.numpy as jnp\n"
     "lax.psum(jnp.sum(l * m), 'i') / lax.psum(jnp.sum(m), 'i')"),
     ("import jax, compat\ndef step(w, x):\n    def loss_fn(w):\n"
