@@ -191,7 +191,8 @@ def what_all_processes_hold_does_not_travel():
 
 def python_numbers_stay_weakly_typed():
     x = place({"n": 0.5}, NamedSharding(MESH, P()))["n"]
-    return [x.weak_type, float(x)]
+    again = place(x, NamedSharding(MESH, P()))
+    return [x.weak_type, float(x), again.weak_type, float(again)]
 
 
 def donating_the_result_leaves_the_original_alone():

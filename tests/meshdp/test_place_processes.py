@@ -138,7 +138,7 @@ def test_what_all_processes_hold_does_not_travel(both):
 
 
 def test_python_numbers_stay_weakly_typed(both):
-    assert both == [[True, 0.5]] * 2
+    assert both == [[True, 0.5, True, 0.5]] * 2
 
 
 def test_donating_the_result_leaves_the_original_alone(both):
