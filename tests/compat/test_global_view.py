@@ -124,3 +124,10 @@ def test_another_axis_name_is_explained():
         "no pmap in sight has an axis called 'batch'; the axes in sight are called 'data': use "
         "one of these, or write pmap(f, axis_name='batch')"
     )
+
+
+def test_the_state_keeps_its_layout_where_the_compiler_would_choose_another():
+    x = np.ones((32, 16), np.float32)
+    for f in (lambda w, x: (w + x, x), lambda w, x: w + x):
+        new = jax.tree.leaves(compat.global_view(f)(np.zeros_like(x), x))[0]
+        assert new.sharding.is_fully_replicated

@@ -117,3 +117,16 @@ def test_what_was_compiled_dies_with_its_function():
     del f
     gc.collect()
     assert ref() is None
+
+
+def test_a_call_on_arguments_in_place_goes_straight_to_the_compiled_program(monkeypatch):
+    f = compat.pmap(lambda state: {"w": state["w"] + 1})
+    state = f(f({"w": X}))
+
+    def careful(*args):
+        raise AssertionError("the slow path was taken")
+
+    monkeypatch.setattr("compat._axes.mapped_size", careful)
+    np.testing.assert_array_equal(f(state)["w"], X + 3)
+    with pytest.raises(AssertionError, match="the slow path was taken"):
+        f({"w": X})
