@@ -95,7 +95,7 @@ class Distributed:
         def make(arrays):
             out, structure = _tree.split(make_state(*given.join(arrays)), "state")
             kept[:] = [structure]
-            return out
+            return list(map(_tree.strong, out))
 
         shapes = jax.eval_shape(make, arrays)
         structure = kept[0]
@@ -298,16 +298,16 @@ def distributed(
         divide, if the state was donated before, or if the step returns a state of another
         structure, shape or dtype.
     """
+    check_options(mesh, layout, batch)
     if step is None:
         return functools.partial(
             distributed, mesh=mesh, layout=layout, batch=batch, donate=donate
         )
-    if not callable(step):
+    if not callable(step) or isinstance(step, Mesh):  # which JAX lets decorate
         raise TypeError(
             f"distributed takes a function step(state, batch, ...), not {describe(step)}. "
             "Options go by name: @meshdp.distributed(mesh=mesh)."
         )
-    check_options(mesh, layout, batch)
     if inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step):
         raise TypeError(
             f"{step.__qualname__} must be a plain function, so that JAX can trace it."

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -77,11 +77,14 @@ class Program:
     def bring(self, arrays: Sequence[Any]) -> list[Any]:
         """The state where this program wants it; what lies there already is not copied."""
         met: set[int] = set()
-        where: list[Any] = []
+        values, where = [], []
         for x, want in zip(arrays, self.shardings, strict=True):
-            where.append(None if _lies(x, want) and id(x) not in met else want)
+            # NumPy knows no weak types, which would be compiled for here and never again.
+            weak = getattr(x, "weak_type", False) and x.is_fully_addressable
+            values.append(np.asarray(x) if weak else x)
+            where.append(None if _lies(values[-1], want) and id(x) not in met else want)
             met.add(id(x))
-        return place(list(arrays), where)
+        return place(values, where)
 
 
 def _lies(x: Any, want: NamedSharding) -> bool:
@@ -124,9 +127,7 @@ def _next_state(state: _tree.Structure, before: Sequence[Any], new: Any):
         if not _tree.is_array(b) or (a.shape, a.dtype) != (b.shape, b.dtype):
             problems.append(f"  state{paths[i]}: was {_words(a)}, is {_words(b)}")
         else:
-            # A weakly typed leaf would trace the next call anew.
-            weak = getattr(b, "weak_type", False)
-            out.append(lax.convert_element_type(b, b.dtype) if weak else b)
+            out.append(_tree.strong(b))
     for i, a in state.static:
         b = leaves[i]
         number = _tree.is_number(a)

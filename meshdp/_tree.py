@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax import lax
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 NUMBERS = (int, float, complex)
@@ -24,6 +25,11 @@ def is_number(x: Any) -> bool:
 
 def is_array_or_number(x: Any) -> bool:
     return is_array(x) or is_number(x)
+
+
+def strong(x: Any) -> Any:
+    """A traced array without weak type, with which it would be traced for anew."""
+    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
