@@ -1,5 +1,6 @@
 """What is compiled: one replica on each device, several on each, or a map within a map."""
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -154,6 +155,21 @@ def vectorised(run: Run, axes: Axes, name: Hashable, size: int, frame: Frame) ->
         return jtu.tree_unflatten(tree, flat)
 
     return program
+
+
+def at_top_level(program: Callable) -> Callable:
+    """Refuses to be traced where a mesh is set or another map is being traced.
+
+    Asked when the program is traced, for asking at every call would cost as much as the rest.
+    """
+
+    @functools.wraps(program)
+    def checked(*leaves):
+        if frames() or not jax.sharding.get_abstract_mesh().empty:
+            raise Resize
+        return program(*leaves)
+
+    return checked
 
 
 def within(run: Run, axes: Axes, name: Hashable, given: bool, size: int) -> Callable:

@@ -70,6 +70,7 @@ class Entry:
             program = _bodies.vectorised(run, axes, name, devices.size, frame._replace(room=0))
         else:
             program = _bodies.mapped(run, axes, axis, frame, mesh)
+        program = _bodies.at_top_level(program)
         self.mesh = mesh
         self.shardings: list[Any] = [
             NamedSharding(mesh, spec(a, axis.name)) for a in axes.resolved
@@ -85,7 +86,7 @@ class Entry:
             }
         )
         self.jitted = jax.jit(program, donate_argnums=self.donated, **where)
-        self.traced = jax.jit(program)
+        self.traced = jax.jit(program.__wrapped__)
         self.border = Border(mesh) if devices.processes > 1 else None
         self.run: Callable = self.jitted
         if self.border is not None:

@@ -132,7 +132,7 @@ def pmap(
                 ready = found == entry.shardings
             except AttributeError:  # NumPy or a tracer
                 ready = False
-            if ready and _at_top_level():
+            if ready and (entry.border is None or _at_top_level()):
                 entry.shardings = found
                 try:
                     return entry.run(*leaves)
