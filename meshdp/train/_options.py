@@ -53,7 +53,7 @@ class Options:
             problems.append(f"clip: {self.clip!r}; it takes a number above 0, or None")
         if self.stop_after is not None and not is_count(self.stop_after):
             problems.append(
-                f"stop_after: {self.stop_after!r}; it takes a number from 1, or None"
+                f"stop_after: {self.stop_after!r}; it takes a whole number from 1, or None"
             )
         if self.stop_after is not None and not self.skip:
             problems.append("stop_after: it counts skipped steps, and skip=False skips none")

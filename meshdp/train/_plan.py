@@ -27,14 +27,21 @@ class Plan:
     remat: Any
     reduce: Any
     """The type that gradients are summed over devices in, or `None` for their own."""
+    stateful: bool
+    """Whether the model carries something on from batch to batch."""
     gather: str
     """`"microbatch"` or `"step"`: how often fsdp weights are gathered."""
 
     @property
     def manual(self) -> frozenset[str]:
         # Axes of one device are manual too: where nothing is left to the compiler's
-        # partitioner, it does not run.
-        return frozenset(a for a, n in self.sizes if a in ("data", "fsdp") or n == 1)
+        # partitioner, it does not run. Not so for stateful models: `eqx.nn.State` compares
+        # the types of old and new values, and with every axis manual those of constants differ
+        # from those of results (their sharding).
+        batch = ("data", "fsdp")
+        return frozenset(
+            a for a, n in self.sizes if a in batch or (n == 1 and not self.stateful)
+        )
 
     @property
     def trained(self) -> list[P]:

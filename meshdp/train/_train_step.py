@@ -254,6 +254,7 @@ class TrainStep(Distributed):
             layers=tuple(rows if on else [None] * len(arrays)),
             remat=Remat(policy) if on else None,
             reduce=self._reduce_type(),
+            stateful=o.stateful,
             gather=o.gather,
         )
 
@@ -262,7 +263,8 @@ class TrainStep(Distributed):
             return None
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         shape = self.mesh.shape
-        if cpu and any(n > 1 for a, n in shape.items() if a not in ("data", "fsdp")):
+        others = any(n > 1 for a, n in shape.items() if a not in ("data", "fsdp"))
+        if cpu and (others or self._options.stateful):
             # XLA for CPU sums bfloat16 in float32 whatever it is told, and aborts instead where
             # some axes are automatic (jax 0.10.2, `Invalid binary instruction opcode copy`).
             return jnp.float32

@@ -1,0 +1,447 @@
+"""What make_train_step can be asked for, each against plain JAX on one device."""
+
+import functools
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+import meshdp
+from meshdp.report._hlo import collectives
+
+from .models import MODELS
+from .test_train_step import OPTIMIZER, TENSOR, batches, check, loss_fn, train
+
+MIXED = dict(data=2, fsdp=2, tensor=2)
+
+
+def make(name, sizes, optimizer=OPTIMIZER, **options):
+    return meshdp.make_train_step(
+        functools.partial(loss_fn, name),
+        optimizer,
+        mesh=meshdp.make_mesh(**sizes),
+        layout=meshdp.by_path(TENSOR[name]) | meshdp.fsdp(min_size=64),
+        **options,
+    )
+
+
+def start(step, name):
+    return step.init(MODELS[name][0], jax.random.key(0))
+
+
+def one_device_gradient(name, batch, cast=lambda x: x):
+    """The gradient of the first step's mean loss, of parameters cast on the way."""
+    init, apply, losses, _ = MODELS[name]
+    params = init(jax.random.key(0))
+    run_key = jax.random.fold_in(jax.random.key(0), 2**31 - 1)
+    key = jax.random.fold_in(run_key, 0)
+    keys = jax.vmap(lambda j: jax.random.fold_in(key, j))(jnp.arange(len(batch["mask"])))
+
+    @jax.jit
+    def gradient(params):
+        def mean(params):
+            low = jax.tree.map(cast, params)
+            out = jax.vmap(apply, in_axes=(None, 0, 0))(low, cast(batch["x"]), keys)
+            values = losses(out, batch).astype(jnp.float32)
+            return jnp.where(batch["mask"], values, 0).sum() / batch["mask"].sum()
+
+        return jax.value_and_grad(mean)(params)
+
+    return jax.device_get(gradient(params))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_rematerialised_layers_give_the_same_numbers(remat):
+    check("transformer", *train("transformer", MIXED, remat=remat))
+
+
+def test_names_say_what_is_kept():
+    def loss(params, batch, keys):
+        h = checkpoint_name(jnp.tanh(batch["x"] @ params["up"]), "h")
+        return meshdp.Mean.of(jnp.square(h @ params["down"]).sum(-1))
+
+    step = meshdp.make_train_step(loss, optax.sgd(0.1), remat="h", mesh=meshdp.make_mesh())
+    state = step.init(
+        lambda k: {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}, jax.random.key(0)
+    )
+    _, metrics = step(state, {"x": np.ones((8, 4), np.float32)})
+    np.testing.assert_allclose(metrics["loss"], 4 * (8 * np.tanh(4)) ** 2, rtol=1e-5)
+
+
+def scanned(params, x):
+    layer = lambda x, w: (x + jnp.tanh(jnp.sin(jnp.tanh(x @ w) @ w.T) @ w), None)
+    return jax.lax.scan(layer, x, params["w"])[0]
+
+
+def in_a_row(params, x):
+    for i in range(6):
+        x = jnp.tanh(x @ params[f"layer_{i}"])
+    return x
+
+
+@pytest.mark.parametrize("remat, fewer", [("full", 3.0), ("dots", 1.3)])
+def test_a_scan_over_layers_keeps_less(remat, fewer):
+    def loss(params, batch, keys):
+        out = scanned(params, batch["x"])
+        return meshdp.Mean.of(jnp.square(out).sum(-1))
+
+    def temporaries(remat):
+        step = meshdp.make_train_step(
+            loss, optax.sgd(0.1), remat=remat, mesh=meshdp.make_mesh()
+        )
+        state = step.init(lambda k: {"w": jnp.ones((12, 16, 16))}, jax.random.key(0))
+        batch = {"x": jax.ShapeDtypeStruct((8 * 512, 16), jnp.float32)}
+        analysis = step.lower(state, batch).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert temporaries("none") > fewer * temporaries(remat)
+
+
+def test_layers_in_a_row_are_each_put_under_a_checkpoint():
+    def loss(params, batch, keys):
+        return meshdp.Mean.of(jnp.square(in_a_row(params, batch["x"])).sum(-1))
+
+    step = meshdp.make_train_step(loss, optax.sgd(0.1), remat="full", mesh=meshdp.make_mesh())
+    make_model = lambda k: {f"layer_{i}": jnp.ones((16, 16)) for i in range(6)}
+    state = step.init(make_model, jax.random.key(0))
+    batch = {"x": np.ones((8, 16), np.float32)}
+    # One barrier for each layer that is computed again.
+    assert step.lower(state, batch).as_text().count("optimization_barrier") == 6
+
+
+@pytest.mark.parametrize("sizes", [dict(data=8), MIXED], ids=["data", "mixed"])
+def test_bfloat16_computes_low_and_keeps_and_sums_in_float32(sizes):
+    batch = batches("mlp")[0]
+    step = make("mlp", sizes, precision="bf16")
+    state = start(step, "mlp")
+    grads, metrics = step.gradients(state, batch)
+    low = lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+    loss, want = one_device_gradient("mlp", batch, low)
+    full_loss, _ = one_device_gradient("mlp", batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-3)
+    assert abs(metrics["loss"] - full_loss) > 1e-6 * full_loss  # it did compute low
+    # bfloat16 has 8 bits: two of them may go in a row of products and sums.
+    for have, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(have, leaf, rtol=0, atol=2**-6 * np.abs(leaf).max())
+    kept = {str(x.dtype) for x in jax.tree.leaves((state.model, state.opt_state[0].mu, grads))}
+    assert kept == {"float32"}
+
+
+def gathered_types(precision):
+    step = make("mlp", dict(fsdp=8), precision=precision)
+    compiled = step.lower(start(step, "mlp"), batches("mlp")[0]).compile()
+    found = [c for c in collectives(compiled, step.mesh) if max(c.shape, default=0) > 1]
+    return {
+        k: {c.dtype for c in found if c.kind == k} for k in ("all-gather", "reduce-scatter")
+    }
+
+
+def test_weights_are_gathered_in_the_type_of_compute_and_gradients_summed_in_float32():
+    # In float16: XLA for CPU moves bfloat16 as float32.
+    assert gathered_types("f16") == {"all-gather": {"f16"}, "reduce-scatter": {"f32"}}
+
+
+def test_gradients_are_summed_in_the_type_of_compute_if_asked():
+    precision = meshdp.Precision(compute=jnp.float16, reduce=jnp.float16)
+    step = make("mlp", dict(data=8), precision=precision, shard_update=False)
+    compiled = step.lower(start(step, "mlp"), batches("mlp")[0]).compile()
+    found = collectives(compiled, step.mesh)
+    assert {c.dtype for c in found if len(c.shape) > 1} == {"f16"}
+
+
+def test_float16_finds_its_loss_scale_and_then_trains():
+    step = make("mlp", dict(data=8), optax.sgd(1e-2), precision="f16")
+    state, seen = start(step, "mlp"), []
+    batch = batches("mlp")[0]
+    for _ in range(12):
+        state, metrics = step(state, batch)
+        seen.append(
+            (float(metrics["loss"]), float(metrics["loss_scale"]), int(metrics["skipped"]))
+        )
+    losses, scales, skipped = zip(*seen, strict=True)
+    assert losses[-1] < losses[0]
+    assert skipped[-1] == skipped[-2] < 12  # no step is skipped any more
+    assert scales[-1] == 2.0**15 / 2 ** skipped[-1]
+    assert state.guard.scale == scales[-1]
+
+
+def test_an_overflow_halves_the_scale_and_two_thousand_good_steps_double_it():
+    from meshdp.train import _guard
+
+    guard = _guard.first(True)
+    squares = jnp.array([1.0, jnp.inf, 1.0])
+    bad = _guard.follow(guard, jnp.array(False), squares, True)
+    assert (bad.scale, bad.skipped, bad.in_a_row, bad.leaf) == (2.0**14, 1, 1, 1)
+    ready = bad._replace(good=jnp.int32(1999))
+    good = _guard.follow(ready, jnp.array(True), jnp.ones(3), True)
+    assert (good.scale, good.skipped, good.in_a_row, good.good) == (2.0**15, 1, 0, 0)
+
+
+def test_norm_layers_and_the_loss_stay_in_float32():
+    seen = {}
+
+    class Model(eqx.Module):
+        norm: eqx.nn.LayerNorm
+        out: eqx.nn.Linear
+
+        def __init__(self, key):
+            self.norm = eqx.nn.LayerNorm(8)
+            self.out = eqx.nn.Linear(8, 8, key=key)
+
+        def __call__(self, x):
+            seen["norm"], seen["out"], seen["x"] = self.norm.weight, self.out.weight, x
+            return self.out(self.norm(x))
+
+    def loss(model, batch, keys):
+        out = jax.vmap(model)(batch["x"])
+        seen["logits"] = out
+        return meshdp.Mean.of(jnp.square(out).sum(-1))
+
+    step = meshdp.make_train_step(
+        loss, optax.sgd(0.1), precision="bf16", mesh=meshdp.make_mesh()
+    )
+    step(step.init(Model, jax.random.key(0)), {"x": np.ones((8, 8), np.float32)})
+    types = {name: str(x.dtype) for name, x in seen.items()}
+    assert types == {"norm": "float32", "out": "bfloat16", "x": "bfloat16", "logits": "float32"}
+
+
+@pytest.mark.parametrize("sizes", [dict(data=8), MIXED], ids=["data", "mixed"])
+def test_clipping_is_by_the_norm_of_the_whole_gradient(sizes):
+    batch = batches("mlp")[0]
+    loss, grads = one_device_gradient("mlp", batch)
+    norm = float(optax.tree.norm(grads))
+    step = make("mlp", sizes, optax.sgd(1.0), clip=norm / 4)
+    state = start(step, "mlp")
+    old = jax.device_get(state.model)
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    want = jax.tree.map(lambda p, g: p - g / 4, old, grads)
+    chex.assert_trees_all_close(jax.device_get(state.model), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
+    step = make("mlp", dict(data=4, fsdp=2))
+    state = start(step, "mlp")
+    before = jax.device_get((state.model, state.opt_state))
+    batch = batches("mlp")[0]
+    bad = {**batch, "x": np.where(np.arange(32)[:, None] == 7, np.nan, batch["x"])}
+    bad["x"] = bad["x"].astype(np.float32)
+    state, metrics = step(state, bad)
+    chex.assert_trees_all_equal(jax.device_get((state.model, state.opt_state)), before)
+    assert (metrics["skipped"], state.guard.in_a_row, state.step) == (1, 1, 1)
+    state, metrics = step(state, batch)
+    assert (metrics["skipped"], state.guard.in_a_row, state.step) == (1, 0, 2)
+    assert not np.array_equal(state.model["up"]["weight"], before[0]["up"]["weight"])
+
+
+def test_a_run_that_gets_nowhere_ends_with_the_parameter_the_step_and_the_batch():
+    def loss(params, batch, keys):
+        return meshdp.Mean.of(batch["x"] * params["a"] + jnp.sqrt(params["b"]) * batch["x"])
+
+    step = meshdp.make_train_step(loss, optax.sgd(0.1), stop_after=2, mesh=meshdp.make_mesh())
+    state = step.init(lambda k: {"a": jnp.ones(()), "b": jnp.zeros(())}, jax.random.key(0))
+    batch = {"x": np.arange(8, dtype=np.float32)}
+    with pytest.raises(FloatingPointError) as e:
+        for _ in range(6):
+            state, _ = step(state, batch)
+    assert str(e.value) == (
+        "The gradient of model['b'] was not finite at step 1, the last of 2 such steps in a "
+        "row.\nThey were skipped: the model is as it was before them. The batch of that step:\n"
+        "  batch['x']: float32[8] from 0 to 7\n"
+        "Look for labels out of range, a logarithm of or division by 0, or a learning rate "
+        "that is too high."
+    )
+
+
+def test_frozen_parts_get_no_gradient_no_optimizer_state_and_no_traffic():
+    trains = {"embed": False, "blocks": True, "head": False}
+    step = make("transformer", dict(data=8), trains=trains, shard_update=False)
+    state = start(step, "transformer")
+    frozen = jax.device_get((state.model["embed"], state.model["head"]))
+    moments = state.opt_state[0].mu
+    assert (moments["embed"], moments["head"]) == (None, None)
+    compiled = step.lower(state, batches("transformer")[0]).compile()
+    blocks = sorted(x.shape for x in jax.tree.leaves(moments["blocks"]))
+    moved = [c.shape for c in collectives(compiled, step.mesh) if len(c.shape) > 1]
+    assert sorted(moved) == blocks
+    state, _ = step(state, batches("transformer")[0])
+    chex.assert_trees_all_equal(
+        jax.device_get((state.model["embed"], state.model["head"])), frozen
+    )
+
+
+def test_nothing_that_trains_is_an_error():
+    step = make("linear", dict(data=8), trains=lambda x: False)
+    with pytest.raises(ValueError) as e:
+        start(step, "linear")
+    assert str(e.value) == (
+        "Nothing in the model trains: of its 2 arrays none is floating-point and chosen by "
+        "trains=. Give a filter that keeps some, such as equinox.is_inexact_array."
+    )
+
+
+def test_an_average_of_the_parameters_is_kept_where_their_shares_are():
+    step = make("mlp", dict(data=4, fsdp=2), optax.chain(optax.sgd(0.1), meshdp.ema(0.5)))
+    state = start(step, "mlp")
+    want = jax.device_get(state.model)
+    for batch in batches("mlp")[:2]:
+        state, _ = step(state, batch)
+        want = jax.tree.map(lambda a, p: 0.5 * a + 0.5 * p, want, jax.device_get(state.model))
+    average = meshdp.ema_model(state)
+    chex.assert_trees_all_close(jax.device_get(average), want, rtol=1e-6)
+    leaf = average["down"]["weight"]
+    assert leaf.addressable_data(0).size == leaf.size // 2
+    with pytest.raises(ValueError, match="^The optimizer of this state keeps no average. Make"):
+        meshdp.ema_model(start(make("linear", dict(data=8)), "linear"))
+
+
+class Normed(eqx.Module):
+    inner: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    outer: eqx.nn.Linear
+
+    def __init__(self, key, axes):
+        k1, k2 = jax.random.split(key)
+        self.inner = eqx.nn.Linear(4, 8, use_bias=False, key=k1)
+        self.norm = eqx.nn.BatchNorm(8, axis_name=axes, mode="ema")
+        self.outer = eqx.nn.Linear(8, 2, key=k2)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.inner(x), state)
+        return self.outer(jax.nn.relu(x)), state
+
+
+def normed_loss(model, batch, keys, state):
+    out, state = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))(
+        batch["x"], state
+    )
+    return meshdp.Mean.of(jnp.square(out - batch["y"]).sum(-1)), state
+
+
+@pytest.mark.parametrize("sizes", [dict(data=8), dict(data=2, fsdp=4)], ids=["data", "fsdp"])
+def test_batch_norm_is_over_the_global_batch(sizes):
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": (rng.standard_normal((32, 4)) + np.arange(32)[:, None] / 8).astype(np.float32),
+        "y": rng.standard_normal((32, 2)).astype(np.float32),
+    }
+    step = meshdp.make_train_step(
+        normed_loss, optax.sgd(0.05), mesh=meshdp.make_mesh(**sizes), stateful=True
+    )
+    axes = ("rows", *meshdp.BATCH_AXES)
+    state = step.init(lambda k: eqx.nn.make_with_state(Normed)(k, axes), jax.random.key(0))
+
+    model, carried = eqx.nn.make_with_state(Normed)(jax.random.key(0), "rows")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    @jax.jit
+    def plain(params, carried):
+        def mean(params):
+            model = eqx.combine(params, static)
+            run = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
+            out, new = run(batch["x"], carried)
+            return jnp.square(out - batch["y"]).sum(-1).mean(), new
+
+        (loss, new), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads), new, loss
+
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        params, carried, loss = plain(params, carried)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    have, want = jax.tree.leaves(state.model_state), jax.tree.leaves(carried)
+    chex.assert_trees_all_close(
+        jax.device_get(have), jax.device_get(want), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_tied_embeddings_train_as_on_one_device():
+    class Tied(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self, key):
+            pair = (
+                eqx.nn.Embedding(16, 8, key=key),
+                eqx.nn.Linear(8, 16, use_bias=False, key=key),
+            )
+            self.shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
+
+        def __call__(self, token):
+            embed, out = self.shared()
+            return out(jnp.tanh(embed(token)))
+
+    batch = {"x": np.arange(16) % 16, "y": (np.arange(16) * 3) % 16}
+
+    def loss(model, batch, keys):
+        logits = jax.vmap(model)(batch["x"])
+        return meshdp.Mean.of(-jax.nn.log_softmax(logits)[jnp.arange(len(logits)), batch["y"]])
+
+    step = meshdp.make_train_step(
+        loss,
+        optax.sgd(0.5),
+        mesh=meshdp.make_mesh(data=2, fsdp=4),
+        layout=meshdp.fsdp(min_size=64),
+    )
+    state = step.init(Tied, jax.random.key(0))
+    (weight,) = jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array))
+    table = np.asarray(weight)
+
+    def plain(table):
+        logits = jnp.tanh(table[batch["x"]]) @ table.T
+        return -jax.nn.log_softmax(logits)[jnp.arange(16), batch["y"]].mean()
+
+    state, metrics = step(state, batch)
+    (weight,) = jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array))
+    want = table - 0.5 * jax.grad(plain)(jnp.asarray(table))
+    np.testing.assert_allclose(weight, want, rtol=1e-5, atol=1e-6)
+    assert weight.sharding.spec in (P("fsdp"), P("fsdp", None))
+
+
+def test_the_largest_microbatch_that_fits_is_found_without_running():
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for _ in range(4):
+            x = jnp.tanh(x @ params)
+        return meshdp.Mean.of(jnp.square(x).sum(-1))
+
+    step = meshdp.make_train_step(loss, optax.sgd(0.1), mesh=meshdp.make_mesh())
+    state = step.init(lambda k: jnp.eye(32), jax.random.key(0))
+    batch = {"x": jax.ShapeDtypeStruct((8 * 256, 32), jnp.float32)}
+    whole = meshdp.find_batch_size(step, state, batch, limit=10**9)
+    assert (whole.microbatch, whole.accumulate) == (256, 1)
+    less = meshdp.find_batch_size(step, state, batch, limit=whole.bytes * 2 // 3)
+    assert less.microbatch * less.accumulate == 256
+    assert less.accumulate > 1
+    assert less.bytes <= less.limit < dict(less.tried).get(less.accumulate // 2, 10**9)
+    with pytest.raises(ValueError, match=r"^Even one example per device and microbatch \(acc"):
+        meshdp.find_batch_size(step, state, batch, limit=100)
+
+
+def test_wrong_options_are_all_named_at_once():
+    with pytest.raises(ValueError) as e:
+        meshdp.make_train_step(
+            lambda *_: None,
+            optax.sgd(0.1),
+            accumulate=0,
+            gather="often",
+            precision="bf17",
+            remat="some dots?".split()[0:0],
+            clip=-1,
+            stop_after=0,
+        )
+    assert str(e.value) == (
+        "make_train_step cannot use these arguments:\n"
+        "  accumulate: 0; it takes a whole number from 1\n"
+        '  gather: \'often\'; it takes "microbatch" or "step"\n'
+        "  clip: -1; it takes a number above 0, or None\n"
+        "  stop_after: 0; it takes a whole number from 1, or None\n"
+        '  precision: \'bf17\'; it takes "full", "bf16", "f16" or a meshdp.Precision\n'
+        '  remat: []; it takes "none", "full", "dots", a policy of jax.checkpoint_policies, or '
+        "names given to jax.ad_checkpoint.checkpoint_name"
+    )
