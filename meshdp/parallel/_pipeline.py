@@ -1,0 +1,260 @@
+"""A stack of layers over the mesh axis `"stage"`: GPipe and circular schedules.
+
+One `shard_map` in which each device works on its own layers and hands the result to the next;
+differentiating it gives the backward pipeline. All devices compute in every tick, on real data
+even when the result is thrown away: layers may hold collectives over other axes, which all
+devices must reach together.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from .. import _jaxapi
+from ._axes import EXAMPLES, here, manually, near, refuse_manual, some, total, ways
+
+AXIS = "stage"
+Layer = Callable[[Any, Any, Any], Any]
+
+BUBBLE = 0.0
+"""What fills the places where there is no microbatch. A test makes it NaN."""
+
+
+def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
+    """The share of time in which a device of the pipeline has nothing to do.
+
+    `(p - 1) / (v * m + p - 1)` for p stages, m microbatches and v repeats (Narayanan et al.
+    2021, section 2.2): of a tick's length, p - 1 of v * m + p - 1 ticks. The same for
+    `pipeline` and `pipeline_loss`, which has v = 1.
+    """
+    return (stages - 1) / (repeats * microbatches + stages - 1)
+
+
+def pipeline(
+    f: Layer,
+    params: Any,
+    x: Any,
+    context: Any = None,
+    *,
+    microbatches: int,
+    repeats: int = 1,
+    remat: bool = True,
+) -> Any:
+    """Applies a stack of layers one after the other, over the devices of `"stage"`.
+
+    ```python
+    def layer(params, x, context):  # x: [examples, tokens, width]
+        return x + jnp.tanh(x @ params["w"])
+
+    y = pipeline(layer, layers, x, microbatches=8)  # layers["w"]: [layers, width, width]
+    ```
+
+    Without a mesh, or with one device along `"stage"`, a `jax.lax.scan` over the layers, and
+    `microbatches` is of no matter. Else each of p devices holds a p-th of the layers, and the
+    examples pass through in microbatches (GPipe, Huang et al. 2018). With `repeats=v`, each
+    holds v shorter runs of layers and the microbatches go round v times, so that the bubble
+    is shorter (Narayanan et al. 2021); see `bubble`.
+
+    Inside, `"data"`, `"fsdp"` and `"stage"` are manual axes, and the others are as they were,
+    so a layer may be split over `"tensor"`, `"seq"` or `"expert"`. Parameters that are split
+    over `"fsdp"` are gathered when the pipeline starts.
+
+    **Arguments:**
+
+    - `f`: one layer, `f(params of the layer, x, context) -> x`. It sees some of the examples,
+        and treats them alike.
+    - `params`: a pytree of arrays whose first dimension is the layer, split over `"stage"`:
+        `P("stage")`. With `repeats=v`, the first two dimensions are `[v, layers / v]`, in the
+        order in which the layers are applied, split as `P(None, "stage")`.
+    - `x`: a pytree of arrays, `[batch, ...]` (global shapes).
+    - `context`: a pytree of arrays `[batch, ...]` that layers read and do not change: keys,
+        masks, segment ids. It gets no gradient.
+    - `microbatches`: into how many parts the examples of each group of devices are cut; at
+        least the number of stages.
+    - `remat`: whether the backward pass computes a layer's inside anew, so that only the input
+        of each stage is kept for each microbatch.
+
+    **Returns:**
+
+    What the last layer returns, for the whole batch, on every device of `"stage"`.
+
+    **Raises:**
+
+    - `ValueError`: naming every size that does not fit, and the nearest that do.
+    """
+    refuse_manual("pipeline", AXIS)
+    sizes = here()
+    stages = sizes.get(AXIS, 1)
+    rows = check("pipeline", params, (x, context), microbatches, repeats, sizes)
+    context = jax.tree.map(lax.stop_gradient, context)
+    if stages == 1:
+        if repeats > 1:
+            params = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), params)
+        return run_layers(f, params, x, context, remat)
+
+    def per_device(params, x, context):
+        cut = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
+        x, context = jax.tree.map(cut, (x, context))
+        stage = lambda w, x, context: run_layers(f, w, x, context, False)
+        if remat:
+            stage = jax.checkpoint(stage)
+        if repeats == 1:
+            y, have = _gpipe(stage, params, x, context, stages, microbatches), stages - 1
+        else:
+            y, have = _circular(stage, params, x, context, stages, microbatches, repeats), 0
+        here = lax.axis_index(AXIS) == have
+        flat = lambda x: x.reshape(rows, *x.shape[2:])
+        # Zeros elsewhere, so the sum is the copy.
+        return jax.tree.map(lambda y: total(jnp.where(here, flat(y), 0), AXIS, stages), y)
+
+    batch = P(some(EXAMPLES, sizes))
+    layers = P(AXIS) if repeats == 1 else P(None, AXIS)
+    free = _jaxapi.automatic_axes()
+    run = manually(
+        "pipeline",
+        per_device,
+        frozenset({AXIS, *EXAMPLES} & free),
+        (layers, batch, batch),
+        batch,
+    )
+    return run(params, x, context)
+
+
+def run_layers(f: Layer, params: Any, x: Any, context: Any, remat: bool) -> Any:
+    layer = jax.checkpoint(f) if remat else f
+    return lax.scan(lambda x, w: (layer(w, x, context), None), x, params)[0]
+
+
+def at(tree: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def choose(condition: Any, a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+
+
+def empty(tree: Any) -> Any:
+    """What a device holds where there is no microbatch."""
+    fill = lambda x: jnp.full(
+        x.shape, BUBBLE if jnp.issubdtype(x.dtype, jnp.inexact) else 0, x.dtype
+    )
+    return jax.tree.map(fill, tree)
+
+
+def onward(tree: Any, stages: int, *, around: bool = False) -> Any:
+    pairs = [(i, (i + 1) % stages) for i in range(stages if around else stages - 1)]
+    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
+
+
+def _gpipe(stage, params, xs, context, stages, microbatches):
+    me = lax.axis_index(AXIS)
+    nothing = empty(at(xs, 0))
+
+    def tick(got, t):
+        i = jnp.clip(t - me, 0, microbatches - 1)
+        busy = (t >= me) & (t - me < microbatches)
+        # In the bubble a device works on real input, which has finite derivatives to be
+        # multiplied by the zeros that come back.
+        x = choose(busy & (me > 0), got, at(xs, i))
+        y = choose(busy, stage(params, x, at(context, i)), nothing)
+        return onward(y, stages), y
+
+    ticks = jnp.arange(microbatches + stages - 1)
+    _, ys = lax.scan(tick, nothing, ticks)
+    return jax.tree.map(lambda y: y[stages - 1 :], ys)
+
+
+def _circular(stage, params, xs, context, stages, microbatches, repeats):
+    """The result lies on device 0, which gets what the last one makes."""
+    me = lax.axis_index(AXIS)
+    nothing = empty(at(xs, 0))
+
+    def tick(carry, t):
+        got, waiting = carry
+        u = jnp.clip(t - me, 0, repeats * microbatches - 1)
+        busy = (t >= me) & (t - me < repeats * microbatches)
+        turn, i = u // microbatches, u % microbatches
+        entering = choose(turn == 0, at(xs, i), at(waiting, i))
+        x = choose(me == 0, entering, got)
+        x = choose(busy, x, at(xs, i))  # as above
+        y = choose(busy, stage(at(params, turn), x, at(context, i)), nothing)
+        got = onward(y, stages, around=True)
+        # What comes to device 0 waits there for its next turn.
+        last = t - (stages - 1)
+        slot = jnp.maximum(last, 0) % microbatches
+        put = lambda w, g: lax.dynamic_update_index_in_dim(
+            w,
+            jnp.where(last >= 0, g, lax.dynamic_index_in_dim(w, slot, keepdims=False)),
+            slot,
+            0,
+        )
+        return (got, jax.tree.map(put, waiting, got)), None
+
+    ticks = jnp.arange(repeats * microbatches + stages - 1)
+    (_, waiting), _ = lax.scan(tick, (nothing, empty(xs)), ticks)
+    return waiting
+
+
+def check(who, params, batch, microbatches, repeats, sizes) -> int:
+    """The examples of one group of devices, if all sizes fit."""
+    stages, ways_ = sizes.get(AXIS, 1), ways(some(EXAMPLES, sizes), sizes)
+    problems = []
+    for name, n in (("microbatches", microbatches), ("repeats", repeats)):
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            problems.append(f"  {name}: {n!r}; it takes a whole number from 1")
+    if problems:
+        raise ValueError(f"{who} cannot use these arguments:\n" + "\n".join(problems))
+    lead = sorted({w.shape[: 1 if repeats == 1 else 2] for w in jax.tree.leaves(params)})
+    if len(lead) != 1 or len(lead[0]) < (1 if repeats == 1 else 2):
+        want = "[layers, ...]" if repeats == 1 else "[repeats, layers / repeats, ...]"
+        problems.append(
+            f"  params: the arrays begin with {', '.join(map(str, lead)) or 'nothing'}; all "
+            f"take the same {want}"
+        )
+    else:
+        if repeats > 1 and lead[0][0] != repeats:
+            problems.append(
+                f"  params: the first dimension is {lead[0][0]}; repeats={repeats} takes "
+                f"[{repeats}, layers / {repeats}, ...]"
+            )
+        count = lead[0][-1]
+        if count % stages:
+            what = "layers" if repeats == 1 else f"layers of each of {repeats} repeats"
+            problems.append(
+                f"  {what}: {count} do not divide by stage={stages}; give {near(count, stages)}"
+            )
+    firsts = sorted({x.shape[0] for x in jax.tree.leaves(batch)})
+    rows = 0
+    if len(firsts) != 1:
+        problems.append(
+            f"  x and context: first dimensions {', '.join(map(str, firsts)) or 'none'}; all "
+            "take the same number of examples"
+        )
+    elif firsts[0] % ways_:
+        problems.append(
+            f"  batch: {firsts[0]} examples do not divide by data*fsdp={ways_}; give "
+            f"{near(firsts[0], ways_)}"
+        )
+    elif stages > 1:
+        rows = firsts[0] // ways_
+        if microbatches < stages or rows % microbatches:
+            fits = [m for m in range(stages, rows + 1) if rows % m == 0]
+            fits = sorted(fits, key=lambda m: abs(m - microbatches))[:2]
+            give = (
+                f"give {' or '.join(map(str, sorted(fits)))}"
+                if fits
+                else f"give at least {stages} examples to each group of devices"
+            )
+            why = (
+                f"fewer than stage={stages}"
+                if microbatches < stages
+                else f"which do not divide the {rows} examples of a group of devices"
+            )
+            problems.append(f"  microbatches: {microbatches}, {why}; {give}")
+    if problems:
+        raise ValueError(f"{who} cannot use these sizes:\n" + "\n".join(problems))
+    return rows

@@ -1,0 +1,130 @@
+"""What moves and what is held: read from the compiled programs, hardly anything is run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshdp
+from meshdp import _jaxapi
+from meshdp.parallel import attention, bubble, pipeline, pipeline_loss
+from meshdp.report._hlo import collectives
+
+SEQ = P(("data", "fsdp"), "seq")
+
+
+def compiled(f, mesh, *args):
+    """`f` on a mesh; `args` are pairs of a shape and a spec."""
+
+    def traced(*args):
+        with _jaxapi.tracing_mesh(mesh):
+            return f(*args)
+
+    shapes = [
+        jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, p)) for s, p in args
+    ]
+    return jax.jit(traced).lower(*shapes).compile()
+
+
+def temporaries(program) -> int:
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def ring_gradient(q, k, v):
+    f = lambda q, k, v: attention(q, k, v, causal=True, order="zigzag").sum()
+    return jax.grad(f, (0, 1, 2))(q, k, v)
+
+
+def ring_on(devices, tokens):
+    mesh = meshdp.make_mesh(seq=devices, devices=jax.devices()[:devices])
+    shape = (1, tokens, 2, 8)
+    return compiled(ring_gradient, mesh, *[(shape, SEQ)] * 3)
+
+
+def test_a_ring_speaks_only_to_neighbours_forward_and_backward():
+    text = ring_on(8, 64).as_text()
+    kinds = re.findall(r"(all-gather|all-reduce|all-to-all|reduce-scatter)[\w-]*\(", text)
+    assert kinds == []
+    sent = re.findall(r"source_target_pairs=\{(\{[^=]*?\})\}", text)
+    onward = {(i, (i + 1) % 8) for i in range(8)}
+    pairs = [{tuple(map(int, p)) for p in re.findall(r"\{(\d+),(\d+)\}", s)} for s in sent]
+    assert len(pairs) >= 6  # keys and values, there and back, and their gradients
+    assert all(p == onward for p in pairs)
+
+
+def test_memory_per_device_falls_with_the_number_of_devices():
+    two, eight = (temporaries(ring_on(n, 8192)) for n in (2, 8))
+    assert eight < 1.3 * two / 4
+
+
+@pytest.mark.slow
+def test_32k_tokens_run_where_plain_attention_needs_many_times_the_memory():
+    tokens = 32768
+    mesh = meshdp.make_mesh(seq=8)
+
+    def plain(q, k, v):
+        f = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True).sum()
+        return jax.grad(f, (0, 1, 2))(q, k, v)
+
+    whole = compiled(plain, mesh, *[((1, tokens, 1, 8), P())] * 3)
+    natural = lambda q, k, v: attention(q, k, v, causal=True)
+    ring = compiled(natural, mesh, *[((1, tokens, 1, 8), SEQ)] * 3)
+    assert temporaries(whole) > 8 * temporaries(ring)
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, tokens, 1, 8)).astype(np.float32) for _ in range(3))
+    out = np.asarray(ring(*(jax.device_put(x, NamedSharding(mesh, SEQ)) for x in (q, k, v))))
+    for t in (0, 5000, tokens - 1):
+        scores = k[0, : t + 1, 0] @ q[0, t, 0] / 8**0.5
+        shares = np.exp(scores - scores.max())
+        want = shares @ v[0, : t + 1, 0] / shares.sum()
+        np.testing.assert_allclose(out[0, t, 0], want, rtol=1e-4, atol=1e-6)
+
+
+WIDTH = 64
+
+
+def gradient_of(name, stages, microbatches, repeats=1):
+    """A pipeline's gradient, compiled, in microbatches of 64 rows, however many."""
+    layer = lambda w, x, _: x + jnp.tanh(x @ w)
+
+    def total(w, x):
+        if name == "1f1b":
+            first = lambda _, b: jnp.tile(b, (1, WIDTH))
+            last = lambda _, x, b: meshdp.Mean.of((x * x).sum(-1))
+            params = ((), w, ())
+            return pipeline_loss(first, layer, last, params, x, microbatches=microbatches).total
+        x = jnp.tile(x, (1, WIDTH))
+        y = pipeline(layer, w, x, microbatches=microbatches, repeats=repeats)
+        return (y**2).sum()
+
+    mesh = meshdp.make_mesh(stage=stages, devices=jax.devices()[:stages])
+    lead, spec = ((), P("stage")) if repeats == 1 else ((repeats,), P(None, "stage"))
+    weights = ((*lead, stages, WIDTH, WIDTH), spec)
+    program = compiled(jax.grad(total), mesh, weights, ((64 * microbatches, 1), P()))
+    return program, mesh
+
+
+@pytest.mark.parametrize(
+    "name, p, m, v", [("gpipe", 4, 6, 1), ("circular", 4, 5, 3), ("1f1b", 4, 6, 1)]
+)
+def test_the_bubble_of_a_compiled_pipeline_is_the_predicted_one(name, p, m, v):
+    program, mesh = gradient_of(name, p, m, v)
+    sends = [c for c in collectives(program, mesh) if c.kind == "collective-permute"]
+    # Once a tick, forward and backward. 1F1B goes forward in m + p - 1 of its ticks, and
+    # backward in as many.
+    ticks = sum(c.count for c in sends) / 2
+    assert 1 - v * m / ticks == pytest.approx(bubble(p, m, v))
+
+
+def test_1f1b_holds_as_much_for_32_microbatches_as_for_8_and_gpipe_more_for_each():
+    held = lambda name, m: temporaries(gradient_of(name, 4, m)[0])
+    one = 4 * 64 * WIDTH  # bytes of a microbatch
+    gpipe = held("gpipe", 32) - held("gpipe", 8)
+    flat = held("1f1b", 32) - held("1f1b", 8)
+    assert gpipe >= 24 * one  # its input of the stage, for each of 24 more
+    assert flat < 2 * one

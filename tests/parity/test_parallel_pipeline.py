@@ -1,0 +1,193 @@
+"""Layers over `stage` against the same layers one after the other on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshdp
+from meshdp.parallel import _pipeline, columns, pipeline, pipeline_loss, row
+
+LAYERS, ROWS, TOKENS, DIM, VOCAB = 8, 16, 4, 8, 12
+
+
+def init(key, repeats=1):
+    k = jax.random.split(key, 4)
+    layers = {
+        "up": jax.random.normal(k[1], (LAYERS, 2 * DIM, DIM)) / 3,
+        "down": jax.random.normal(k[2], (LAYERS, DIM, 2 * DIM)) / 4,
+        "index": jnp.arange(LAYERS),
+    }
+    if repeats > 1:
+        layers = jax.tree.map(lambda w: w.reshape(repeats, -1, *w.shape[1:]), layers)
+    return {
+        "embed": jax.random.normal(k[0], (VOCAB, DIM)),
+        "layers": layers,
+        "head": jax.random.normal(k[3], (DIM, VOCAB)) / 3,
+    }
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.integers(0, VOCAB, (ROWS, TOKENS)).astype(np.int32),
+        "y": rng.integers(0, VOCAB, (ROWS, TOKENS)).astype(np.int32),
+        "mask": rng.random((ROWS, TOKENS)) < 0.7,
+    }
+
+
+def dropped(h, index, keys):
+    keep = lambda key: jax.random.bernoulli(jax.random.fold_in(key, index), 0.8, h.shape[1:])
+    return jnp.where(jax.vmap(keep)(keys), h / 0.8, 0)
+
+
+def plain_layer(w, x, keys):
+    # Without an epsilon: on an empty microbatch of zeros this is NaN.
+    x = x / jnp.sqrt((x * x).mean(-1, keepdims=True))
+    return x + dropped(jnp.tanh(x @ w["up"].T) @ w["down"].T, w["index"], keys)
+
+
+def layer(w, x, context):
+    x = x / jnp.sqrt((x * x).mean(-1, keepdims=True))
+    (h,) = columns(x, w["up"])
+    return x + dropped(row(jnp.tanh(h), w["down"]), w["index"], context["keys"])
+
+
+def losses(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+
+
+def row_keys(key):
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(ROWS))
+
+
+@functools.cache
+def oracle(key_data):
+    """The mean loss over the unmasked tokens, and its gradient, in plain JAX."""
+    keys = row_keys(jax.random.wrap_key_data(jnp.array(key_data, jnp.uint32)))
+    data, params = batch(), init(jax.random.key(0))
+
+    def loss(floats):
+        p = {**floats, "layers": {**floats["layers"], "index": params["layers"]["index"]}}
+        x = p["embed"][data["x"]]
+        for i in range(LAYERS):
+            x = plain_layer(jax.tree.map(lambda w: w[i], p["layers"]), x, keys)  # noqa: B023
+        each = losses(x @ p["head"], data["y"])
+        return (each * data["mask"]).sum() / data["mask"].sum()
+
+    floats = {**params, "layers": {k: params["layers"][k] for k in ("up", "down")}}
+    return jax.jit(jax.value_and_grad(loss))(floats)
+
+
+def total(p, data, keys, how):
+    """`how`: (schedule, microbatches, repeats)."""
+    schedule, m, repeats = how
+    data = {**data, "keys": keys}
+    first = lambda embed, b: embed[b["x"]]
+    last = lambda head, x, b: meshdp.Mean.of(losses(x @ head, b["y"]), b["mask"])
+    if schedule == "1f1b":
+        params = (p["embed"], p["layers"], p["head"])
+        return pipeline_loss(first, layer, last, params, data, microbatches=m)
+    x = first(p["embed"], data)
+    x = pipeline(layer, p["layers"], x, {"keys": keys}, microbatches=m, repeats=repeats)
+    return last(p["head"], x, data)
+
+
+def layout(repeats):
+    lead = ("stage",) if repeats == 1 else (None, "stage")
+    return meshdp.by_path(
+        {
+            r"up": P(*lead, "tensor"),
+            r"down": P(*lead, None, "tensor"),
+            r"index": P(*lead),
+            r"embed|head": P(),
+        }
+    )
+
+
+def in_train_step(sizes, how, accumulate=1):
+    mesh = meshdp.make_mesh(**sizes)
+    step = meshdp.make_train_step(
+        lambda model, data, keys: total(model, data, keys, how),
+        optax.sgd(1.0),
+        mesh=mesh,
+        layout=layout(how[2]),
+        accumulate=accumulate,
+    )
+    state = step.init(functools.partial(init, repeats=how[2]), jax.random.key(0))
+    grads, metrics = step.gradients(state, batch())
+    key = jax.random.fold_in(state.key, state.step)
+    return metrics["loss"], grads, tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+
+def in_distributed(sizes, how):
+    mesh = meshdp.make_mesh(**sizes)
+    key = jax.random.key(7)
+
+    def step(params, data):
+        def mean(floats):
+            p = {**floats, "layers": {**floats["layers"], "index": params["layers"]["index"]}}
+            return total(p, data, row_keys(key), how).value()
+
+        floats = {**params, "layers": {k: params["layers"][k] for k in ("up", "down")}}
+        return params, jax.value_and_grad(mean)(floats)
+
+    step = meshdp.distributed(step, mesh=mesh, layout=layout(how[2]))
+    params = step.init(functools.partial(init, repeats=how[2]), jax.random.key(0))
+    loss, grads = step(params, batch())[1]
+    return loss, grads, tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+
+def check(loss, grads, key_data):
+    want, want_grads = oracle(key_data)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for name, got in (
+        ("embed", grads["embed"]),
+        ("head", grads["head"]),
+        ("up", grads["layers"]["up"]),
+        ("down", grads["layers"]["down"]),
+    ):
+        expected = want_grads["layers"][name] if name in ("up", "down") else want_grads[name]
+        got = np.asarray(got).reshape(expected.shape)
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+def poisoned(monkeypatch):
+    monkeypatch.setattr(_pipeline, "BUBBLE", np.nan)
+
+
+@pytest.mark.parametrize(
+    "how", [("gpipe", 4, 1), ("circular", 4, 2), ("1f1b", 4, 1)], ids=lambda how: how[0]
+)
+def test_a_poisoned_pipeline_of_tensor_split_stages_trains_as_one_device(how, monkeypatch):
+    poisoned(monkeypatch)
+    check(*in_train_step(dict(data=2, stage=2, tensor=2), how))
+
+
+@pytest.mark.parametrize(
+    "sizes, how",
+    [
+        (dict(stage=4, fsdp=2), ("gpipe", 8, 1)),
+        (dict(stage=4, data=2), ("circular", 4, 2)),
+        (dict(stage=8), ("1f1b", 16, 1)),
+    ],
+    ids=["gpipe", "circular", "1f1b"],
+)
+def test_a_poisoned_pipeline_under_automatic_axes_trains_as_one_device(sizes, how, monkeypatch):
+    poisoned(monkeypatch)
+    check(*in_distributed(sizes, how))
+
+
+def test_without_a_mesh_pipelines_are_loops_over_the_layers():
+    key = jax.random.key(7)
+    keys, data = row_keys(key), batch()
+    want, _ = oracle(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+    for how in (("gpipe", 4, 1), ("circular", 4, 2), ("1f1b", 4, 1)):
+        params = init(jax.random.key(0), repeats=how[2])
+        loss = jax.jit(lambda p: total(p, data, keys, how).value())(params)  # noqa: B023
+        np.testing.assert_allclose(loss, want, rtol=1e-5)

@@ -1,0 +1,202 @@
+"""A transformer block over `tensor` against Equinox's own parts on one device."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshdp
+from meshdp.parallel import columns, cross_entropy, embed, megatron, mlp, self_attention
+from meshdp.report._hlo import collectives
+
+ROWS, TOKENS, WIDTH, HEADS, VOCAB = 4, 8, 16, 4, 24
+
+
+class Model(eqx.Module):
+    embed: eqx.nn.Embedding
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    scale: jax.Array
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        k = jax.random.split(key, 4)
+        bias = dict(use_query_bias=True, use_key_bias=True, use_value_bias=True)
+        self.embed = eqx.nn.Embedding(VOCAB, WIDTH, key=k[0])
+        self.attention = eqx.nn.MultiheadAttention(
+            HEADS, WIDTH, use_output_bias=True, key=k[1], **bias
+        )
+        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=k[2])
+        self.scale = jnp.linspace(0.5, 1.5, WIDTH)
+        self.head = eqx.nn.Linear(WIDTH, VOCAB, key=k[3])
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    return {n: rng.integers(0, VOCAB, (ROWS, TOKENS)).astype(np.int32) for n in "xy"}
+
+
+def norm(x, scale):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale[None, None]
+
+
+def block(model, x, sequence):
+    h = self_attention(model.attention, norm(x, model.scale), causal=True, sequence=sequence)
+    x = x + h
+    return x + mlp(model.mlp, norm(x, model.scale), sequence=sequence)
+
+
+def total(model, data, sequence=False):
+    x = block(model, embed(model.embed, data["x"]), sequence)
+    (logits,) = columns(x, model.head)
+    return cross_entropy(logits, data["y"]).sum()
+
+
+@functools.cache
+def oracle():
+    """Equinox's parts, one example and one token at a time."""
+    data = batch()
+    causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+
+    def one(model, tokens, labels):
+        x = jax.vmap(model.embed)(tokens)
+        h = norm(x[None], model.scale)[0]
+        x = x + model.attention(h, h, h, mask=causal)
+        x = x + jax.vmap(model.mlp)(norm(x[None], model.scale)[0])
+        logits = jax.vmap(model.head)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
+
+    def loss(model):
+        return jax.vmap(one, (None, 0, 0))(model, data["x"], data["y"]).sum()
+
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss))(Model(jax.random.key(0)))
+
+
+def arrays(tree):
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+
+
+def check(loss, grads, divisor=1):
+    want, want_grads = oracle()
+    np.testing.assert_allclose(loss, want / divisor, rtol=1e-5)
+    largest = max(np.abs(g).max() for g in arrays(want_grads))
+    for got, expected in zip(arrays(grads), arrays(want_grads), strict=True):
+        # The gradient of a key's bias is 0 but for rounding.
+        scale = max(np.abs(expected).max(), largest / 100) / divisor
+        np.testing.assert_allclose(got, expected / divisor, rtol=1e-5, atol=1e-5 * scale)
+
+
+def layout():
+    return megatron(eqx.filter_eval_shape(Model, jax.random.key(0))) | meshdp.replicate()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_a_block_in_a_train_step_has_the_values_and_gradients_of_equinox(sequence):
+    mesh = meshdp.make_mesh(data=2, seq=2, tensor=2)
+    step = meshdp.make_train_step(
+        lambda model, data, keys: meshdp.Mean(total(model, data, sequence), data["x"].shape[0]),
+        optax.sgd(1.0),
+        mesh=mesh,
+        layout=layout(),
+    )
+    state = step.init(Model, jax.random.key(0))
+    grads, metrics = step.gradients(state, batch())
+    check(metrics["loss"], grads, ROWS)
+    assert state.model.mlp.layers[0].weight.sharding.spec == P("tensor")
+
+
+def test_under_automatic_axes_too_and_without_a_mesh():
+    mesh = meshdp.make_mesh(data=2, tensor=4)
+    step = meshdp.distributed(
+        lambda model, data: (model, eqx.filter_value_and_grad(total)(model, data)),
+        mesh=mesh,
+        layout=layout(),
+    )
+    model = step.init(Model, jax.random.key(0))
+    check(*step(model, batch())[1])
+    check(*eqx.filter_jit(eqx.filter_value_and_grad(total))(Model(jax.random.key(0)), batch()))
+
+
+@functools.cache
+def traffic(sequence, backward):
+    """(kind, share of the activations of one device in each message) over `tensor`."""
+    mesh = meshdp.make_mesh(data=2, tensor=4)
+
+    def forward(model, data):
+        x = meshdp.constrain(data["h"], P(("data", "fsdp"), "tensor" if sequence else None))
+        y = block(model, x, sequence)
+        return (y * data["g"]).sum()
+
+    def step(model, data):
+        if not backward:
+            return model, forward(model, data)
+        grads = eqx.filter_grad(lambda both: forward(*both))((model, data))
+        return model, grads
+
+    step = meshdp.distributed(step, mesh=mesh, layout=layout())
+    model = eqx.filter_eval_shape(Model, jax.random.key(0))
+    data = {n: np.ones((ROWS, TOKENS, WIDTH), np.float32) for n in "hg"}
+    found = collectives(step.lower(model, data).compile(), mesh)
+    large = [c for c in found if "tensor" in c.axes and c.bytes >= 4 * TOKENS * WIDTH // 4]
+    return sorted(c.kind for c in large)
+
+
+def test_a_block_sums_over_tensor_twice_forward_and_twice_backward():
+    assert traffic(False, False) == ["all-reduce"] * 2
+    assert traffic(False, True) == ["all-reduce"] * 4
+
+
+def test_with_sequence_parallel_norms_each_sum_is_a_scatter_and_a_gather():
+    assert traffic(True, False) == ["all-gather"] * 2 + ["reduce-scatter"] * 2
+    assert "all-reduce" not in traffic(True, True)
+
+
+def test_the_logits_are_never_gathered():
+    mesh = meshdp.make_mesh(data=2, tensor=4)
+
+    def step(state, data):
+        f = lambda logits: cross_entropy(logits, data["y"]).sum()
+        return jax.value_and_grad(f)(state)[::-1]
+
+    spec = meshdp.by_path({"": P(("data", "fsdp"), None, "tensor")})
+    step = meshdp.distributed(step, mesh=mesh, layout=spec)
+    logits = np.zeros((ROWS, TOKENS, VOCAB), np.float32)
+    found = collectives(step.lower(logits, batch()).compile(), mesh)
+    assert {c.kind for c in found} == {"all-reduce"}
+    # At most the sum of exponentials and the label's logit of each token.
+    assert max(c.bytes for c in found) <= 2 * 4 * (ROWS // 2) * TOKENS
+
+
+def test_megatron_states_the_layout_of_what_it_knows():
+    shapes = eqx.filter_eval_shape(Model, jax.random.key(0))
+    found = meshdp.specs(shapes, megatron(shapes), {"tensor": 4})
+    assert found.embed.weight == P("tensor")
+    assert found.attention.query_proj.weight == P("tensor")
+    assert found.attention.query_proj.bias == P("tensor")
+    assert found.attention.output_proj.weight == P(None, "tensor")
+    assert found.attention.output_proj.bias == P()
+    assert [layer.weight for layer in found.mlp.layers] == [P("tensor"), P(None, "tensor")]
+    assert found.scale == P()
+    assert found.head.weight == P("tensor")
+
+
+def test_megatron_counts_the_dimensions_of_stacked_layers_from_the_end():
+    shapes = {"blocks": {"up": np.zeros((3, 8, 4)), "down": np.zeros((3, 4, 8))}}
+    found = meshdp.specs(shapes, megatron(shapes), {"tensor": 4})
+    assert found["blocks"] == {"up": P(None, "tensor"), "down": P(None, None, "tensor")}
+
+
+def test_megatron_refuses_a_model_of_which_it_knows_nothing():
+    with pytest.raises(ValueError) as e:
+        megatron({"a": np.zeros((4, 4)), "b": np.zeros(4)})
+    assert str(e.value) == (
+        "megatron knows no part of this model: it has no equinox.nn.MultiheadAttention, MLP or "
+        "Embedding, and no matrix of a name that it looks for. Its arrays: ['a'], ['b']. Give "
+        'your own names: megatron(model, columns={"up"}, rows={"down"}), or write the layout '
+        "with meshdp.by_path."
+    )
