@@ -37,9 +37,8 @@ def main():
         seconds.append((time.perf_counter() - start) * 50_000 / lines)
     seconds.sort()
     print(f"jax {jax.__version__}, {lines} lines, {len(found)} collectives")
-    print(
-        f"seconds per 50,000 lines: {seconds[2]:.2f} (min {seconds[0]:.2f}, max {seconds[-1]:.2f})"
-    )
+    low, middle, high = seconds[0], seconds[2], seconds[-1]
+    print(f"seconds per 50,000 lines: {middle:.2f} (min {low:.2f}, max {high:.2f})")
 
 
 if __name__ == "__main__":

@@ -254,6 +254,16 @@ def test_the_words_say_what_is_measured_and_what_is_predicted(compiled, mesh):
     assert "over the network" not in text
 
 
+def test_a_branch_and_a_loop_of_unknown_length_are_marked_in_the_list(done):
+    first, *_ = done.collectives
+    text = lambda **changes: str(
+        dataclasses.replace(done, collectives=(dataclasses.replace(first, **changes),))
+    )
+    row = lambda text: next(x for x in text.splitlines() if "f32[" in x).split()
+    assert "<=1" in row(text(conditional=True)) and "branch" in row(text(conditional=True))
+    assert "?" in row(text(count=None)) and "and 1 more in loops of unknown" in text(count=None)
+
+
 def test_plain_text_is_what_a_pipe_gets_and_rich_text_a_terminal(done, capsys):
     done.show()
     assert capsys.readouterr().out == str(done) + "\n"

@@ -64,7 +64,7 @@ LAYOUT = meshdp.by_path(
 def reported(sizes, **options):
     mesh = meshdp.make_mesh(**sizes)
     step = meshdp.make_train_step(
-        loss_fn, optax.adam(1e-3), mesh=mesh, layout=LAYOUT, **options
+        loss_fn, optax.adam(1e-3), mesh=mesh, layout=LAYOUT, skip=False, **options
     )
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
 
@@ -217,6 +217,21 @@ def split_over(**axes):
 def test_the_least_for_a_weight_follows_its_layout(dims, sizes, options, sent):
     weight = jax.ShapeDtypeStruct((32, 32), jnp.float32)
     assert _weight_bytes(weight, dims, sizes, *options) == sent
+
+
+def test_weights_gathered_in_half_precision_count_half():
+    weight = jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)
+    sizes, dims = split_over(data=2, fsdp=4), (("fsdp",), ())
+    sent = _weight_bytes(weight, dims, sizes, 1, "microbatch", reduced=jnp.float32)
+    # 3 * 3/4 of 2048 in bfloat16, then 2 * 1/2 of the quarter that is left, in float32.
+    assert sent == 3 * 1536 + 1024
+
+
+def test_weights_that_do_not_train_are_gathered_and_nothing_else():
+    weight = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    sizes, dims = split_over(data=2, fsdp=4), (("fsdp",), ())
+    sent = _weight_bytes(weight, dims, sizes, 1, "microbatch", trains=False)
+    assert sent == 2 * 3072
 
 
 def test_every_collective_is_set_against_one_share():
