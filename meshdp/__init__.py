@@ -18,6 +18,13 @@ from ._place import place as place
 from ._place import reshard as reshard
 from ._place import shard_batch as shard_batch
 from ._place import to_host as to_host
+from .report import Collective as Collective
+from .report import Device as Device
+from .report import Report as Report
+from .report import collectives as collectives
+from .report import diff as diff_reports
+from .report import report as report
+from .report import report_compiled as report_compiled
 from .train import BatchSize as BatchSize
 from .train import Guard as Guard
 from .train import Mean as Mean
@@ -28,3 +35,41 @@ from .train import ema as ema
 from .train import ema_model as ema_model
 from .train import find_batch_size as find_batch_size
 from .train import make_train_step as make_train_step
+
+__all__ = [
+    "AXES",
+    "BATCH_AXES",
+    "BatchSize",
+    "by_path",
+    "check_specs",
+    "Collective",
+    "collectives",
+    "constrain",
+    "Device",
+    "diff_reports",
+    "Distributed",
+    "distributed",
+    "ema",
+    "ema_model",
+    "find_batch_size",
+    "fsdp",
+    "Guard",
+    "Layout",
+    "local_rows",
+    "make_mesh",
+    "make_train_step",
+    "Mean",
+    "pad_batch",
+    "place",
+    "Precision",
+    "replicate",
+    "Report",
+    "report",
+    "report_compiled",
+    "reshard",
+    "shard_batch",
+    "specs",
+    "to_host",
+    "TrainState",
+    "TrainStep",
+]

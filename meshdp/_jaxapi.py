@@ -21,6 +21,8 @@ from jax.experimental import mesh_utils
 from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh
 
+VERSION = jax.__version__
+
 
 def auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
     """A mesh with every axis `Auto`, said aloud: JAX's default differs by version."""

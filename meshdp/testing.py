@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from . import _jaxapi, _tree
 from ._distribute import Distributed
 from ._place import place, to_host
+from .report import assert_collectives as assert_collectives
+from .report import assert_golden as assert_golden
 from .train._state import TrainState
 from .train._train_step import TrainStep, Updates
 

@@ -77,7 +77,7 @@ def manually(
         first = [a for a in mesh.axis_names if a in axes and order[a] < order[late[-1]]]
         raise ValueError(
             f"{who} needs {', '.join(map(repr, first))} inside a shard_map over "
-            f"{', '.join(map(repr, late))}, which the compiler of jax {jax.__version__} "
+            f"{', '.join(map(repr, late))}, which the compiler of jax {_jaxapi.VERSION} "
             "cannot do when the outer axis comes later in the mesh (it aborts the process). "
             f"The axes lie in the order {', '.join(mesh.axis_names)}: make the earlier ones "
             "manual first."

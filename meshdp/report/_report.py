@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from meshdp import _tree
+from meshdp import _jaxapi, _tree
 from meshdp._distribute import Distributed
 from meshdp.report._devices import Device, device_of, slow_axes
 from meshdp.report._hlo import (
@@ -197,7 +197,7 @@ def report_compiled(
     device = device if device is not None else device_of(mesh)
     return Report(
         name=name,
-        jax_version=jax.__version__,
+        jax_version=_jaxapi.VERSION,
         mesh=sizes,
         device_ids=tuple(d.id for d in mesh.devices.flat),
         slow_axes=slow,
