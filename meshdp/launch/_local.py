@@ -1,5 +1,6 @@
 """Several processes on this machine, joined on loopback into one JAX program."""
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 GRACE = 2.0
 """Seconds that the others get to end by themselves when one has failed, and that any gets
@@ -31,9 +33,11 @@ class Ended:
 class ProcessesFailed(RuntimeError):
     """Some process failed, or took too long. `ended` tells of each, in order."""
 
-    def __init__(self, message: str, ended: Sequence[Ended]):
+    def __init__(self, message: str, ended: Sequence[Ended], first: int | None = None):
         super().__init__(message)
         self.ended = list(ended)
+        self.first = first
+        """The process that failed first; `None` if time was up."""
 
 
 def run(
@@ -44,6 +48,10 @@ def run(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[int, str], None] | None = None,
+    on_output: Callable[[int, str, str], None] | None = None,
+    on_start: Callable[[Sequence[Any]], None] | None = None,
+    patience: Mapping[int, float] | None = None,
+    keep: int | None = None,
 ) -> list[Ended]:
     """Runs one Python program as several processes that form one JAX program.
 
@@ -61,6 +69,11 @@ def run(
     - `env`: added to the environment.
     - `on_line`: called with (process, line) for each line of output while they run, from
         several threads.
+    - `on_output`: as `on_line`, with (process, `"stdout"` or `"stderr"`, line).
+    - `on_start`: called once with the processes, each of which has `.popen`.
+    - `patience`: exit statuses after which the others get another time to end than `GRACE`,
+        in seconds.
+    - `keep`: how many of the last lines of each stream are kept; all if `None`.
 
     **Returns:**
 
@@ -84,13 +97,17 @@ def run(
             [sys.executable, "-m", "meshdp.launch._join", *command],
             _environment(env, devices, address, processes, i, alive),
             alive,
-            on_line,
+            _listener(on_line, on_output),
+            keep,
         )
         for i in range(processes)
     ]
     os.close(alive)
     try:
-        why = _wait(running, None if timeout is None else time.monotonic() + timeout)
+        if on_start is not None:
+            on_start(running)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        why = _wait(running, deadline, patience or {})
     finally:
         _stop(running)
         os.close(held)
@@ -105,13 +122,24 @@ def run(
             for e in ended
         ),
         ended,
+        None if why < 0 else why,
     )
+
+
+def _listener(on_line, on_output):
+    def listen(process: int, stream: str, line: str) -> None:
+        if on_line is not None:
+            on_line(process, line)
+        if on_output is not None:
+            on_output(process, stream, line)
+
+    return listen
 
 
 class _Process:
     """A running process and the threads that read what it writes."""
 
-    def __init__(self, number, argv, env, alive, on_line):
+    def __init__(self, number, argv, env, alive, on_line, keep=None):
         self.number = number
         self.popen = subprocess.Popen(
             argv,
@@ -124,22 +152,24 @@ class _Process:
             pass_fds=(alive,),
             start_new_session=True,  # so that what it starts can be stopped with it
         )
-        self._lines: tuple[list[str], list[str]] = ([], [])
+        self._lines = (collections.deque[str](maxlen=keep), collections.deque[str](maxlen=keep))
         self._readers = [
-            threading.Thread(target=self._read, args=(stream, lines, on_line), daemon=True)
-            for stream, lines in zip(
-                (self.popen.stdout, self.popen.stderr), self._lines, strict=True
+            threading.Thread(target=self._read, args=(*which, on_line), daemon=True)
+            for which in zip(
+                ("stdout", "stderr"),
+                (self.popen.stdout, self.popen.stderr),
+                self._lines,
+                strict=True,
             )
         ]
         for reader in self._readers:
             reader.start()
 
-    def _read(self, stream, lines, on_line):
+    def _read(self, name, stream, lines, on_output):
         with stream:
             for line in stream:
                 lines.append(line)
-                if on_line is not None:
-                    on_line(self.number, line)
+                on_output(self.number, name, line)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -152,14 +182,17 @@ class _Process:
         return Ended(self.number, self.popen.wait(), stdout, stderr)
 
 
-def _wait(running: Sequence[_Process], deadline: float | None) -> int | None:
+def _wait(
+    running: Sequence[_Process], deadline: float | None, patience: Mapping[int, float]
+) -> int | None:
     """Waits for all. Returns which failed first, -1 if time is up, `None` if all is well."""
     while True:
         codes = [p.popen.poll() for p in running]
         failed = [p.number for p, code in zip(running, codes, strict=True) if code]
         if failed:
             # They may have failed together; let all say why.
-            _wait_until_ended(running, time.monotonic() + GRACE)
+            grace = patience.get(running[failed[0]].popen.returncode, GRACE)
+            _wait_until_ended(running, time.monotonic() + grace)
             return failed[0]
         if None not in codes:
             return None

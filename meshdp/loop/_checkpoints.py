@@ -68,6 +68,7 @@ class Checkpoints:
         self.metric, self.lower_is_better = metric, lower_is_better
         self.resume, self.strict = resume, strict
         self._writer: Any = None
+        self._begun: int | None = None  # the step that is being saved
         self._removing: list[Any] = []
 
     # Saving.
@@ -129,6 +130,7 @@ class Checkpoints:
             _files.path(self.directory, step),
             args=o.args.Composite(state=o.args.PyTreeSave(named), meta=o.args.JsonSave(meta)),
         )
+        self._begun = step
 
     def wait(self) -> None:
         """Waits until what was saved is written, and removes what need not be kept.
@@ -141,6 +143,9 @@ class Checkpoints:
             return
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
+            if self._begun is not None:
+                _files.note_sizes(self.directory, self._begun)
+                self._begun = None
             self._remove_superfluous()
 
     def close(self) -> None:
@@ -232,6 +237,13 @@ class Checkpoints:
                 f"{self.directory} has no checkpoint of step {step}. There are: "
                 f"{', '.join(map(str, self.steps())) or 'none'}."
             )
+        if step == "newest" and jax.process_index() == 0:
+            for name in _files.unfinished(self.directory):
+                log.warning(
+                    "%s in %s was not written to its end; left where it is.",
+                    name,
+                    self.directory,
+                )
         for candidate in candidates:
             found, fault = restored(self.directory, candidate, like, strict)
             if found is not None:

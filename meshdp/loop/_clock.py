@@ -19,9 +19,9 @@ def compile_seconds() -> float:
     return _compiled["seconds"]
 
 
-def _heard(event: str, seconds: float, **_: Any) -> None:
+def _heard(event: str, duration_secs: float, **kwargs: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        _compiled["seconds"] += seconds
+        _compiled["seconds"] += duration_secs
 
 
 class Clock:

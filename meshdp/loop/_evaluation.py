@@ -91,7 +91,7 @@ class Evaluation:
                 + "\n".join(wrong or ["  nothing"])
                 + "\nReturn {name: meshdp.Mean.of(values, mask)}."
             )
-        return found
+        return dict(found)
 
     def __call__(
         self,

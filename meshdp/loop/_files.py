@@ -12,7 +12,9 @@ from typing import Any
 
 log = logging.getLogger("meshdp")
 
+SIZES = "sizes.json"
 STEP = re.compile(r"\d+")
+UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 
 
 def steps(directory: Path) -> list[int]:
@@ -20,6 +22,15 @@ def steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if STEP.fullmatch(p.name))
+
+
+def unfinished(directory: Path) -> list[str]:
+    """Names of checkpoints newer than the newest whose writing was broken off."""
+    newest = max(steps(directory), default=-1)
+    if not directory.is_dir():
+        return []
+    found = [(p.name, UNFINISHED.match(p.name)) for p in directory.iterdir()]
+    return sorted(name for name, m in found if m and int(m[1]) > newest)
 
 
 def path(directory: Path, step: int) -> Path:
@@ -37,6 +48,36 @@ def information(directory: Path, step: int) -> dict[str, Any]:
     if not isinstance(found, dict) or not {"step", "tree", "checksums"} <= set(found):
         raise ValueError(f"{path(directory, step) / 'meta'} is no description of a state")
     return found
+
+
+def note_sizes(directory: Path, step: int) -> None:
+    """Writes down the size of each file of a checkpoint that is complete."""
+    folder = path(directory, step)
+    sizes = {
+        str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()
+    }
+    half = folder / f"{SIZES}.tmp"
+    half.write_text(json.dumps(sizes))
+    os.replace(half, folder / SIZES)
+
+
+def wrong_sizes(directory: Path, step: int) -> str:
+    """What is missing or has another size than was written down; empty if nothing.
+
+    Orbax would stumble over it too, but leave its other reads to complain later, each by
+    itself. A run that was killed just after saving has written down nothing.
+    """
+    folder = path(directory, step)
+    if not (folder / SIZES).exists():
+        return ""
+    for name, size in json.loads((folder / SIZES).read_text()).items():
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"the file {name} is missing"
+        if found != size:
+            return f"the file {name} has {found} bytes, of {size}"
+    return ""
 
 
 def metric(information: Mapping[str, Any], name: str) -> float | None:

@@ -55,10 +55,10 @@ def fit(
     The loop gives the devices the next step before it reads the results of the last, so that
     they never wait for the host. With several processes all call it together.
 
-    SIGTERM and SIGINT end it after the step in flight, or between two batches of an
-    `Evaluation`: a checkpoint is written and `Preempted` raised, which ends the program with
-    exit status 75. One that comes during compilation is obeyed when that is done. A second
-    one does what it did before.
+    With `checkpoint`, SIGTERM and SIGINT end it after the step in flight, or between two
+    batches of an `Evaluation`: a checkpoint is written and `Preempted` raised, which ends the
+    program with exit status 75. One that comes during compilation is obeyed when that is
+    done. A second one does what it did before.
 
     **Arguments:**
 
@@ -79,8 +79,9 @@ def fit(
         since 1970.
     - `log_every`: steps between two `"train"` records. These have the metrics of the newest
         step, `skipped` among them if it has one; `per_second`, examples (global);
-        `step_seconds_p50` and `_p95`; `compile_seconds`, of this process so far; `data_seconds`, waited for batches since
-        the record before; `seconds_left`, at the pace of this run without compilation;
+        `step_seconds_p50` and `_p95`; `compile_seconds`, of this process so far;
+        `data_seconds`, waited for batches since the record before; `seconds_left`, at the pace
+        of this run without compilation;
         `device_bytes` and `device_bytes_peak`, where the device tells them.
     - `callbacks`: functions of (step, metrics), called for each step, one step late, on every
         process. One that returns `True` ends the run, as if `steps` were reached; it must do

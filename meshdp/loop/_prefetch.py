@@ -38,7 +38,7 @@ class Prefetch:
         self._mesh, self._spec, self._mask, self._n = mesh, spec, mask, n
         if isinstance(batches, Batches):
             batches = batches.on(mesh, spec)
-        self._source = iter(batches)
+        self._source: Any = iter(batches)
         self._saves = hasattr(self._source, "get_state") and hasattr(self._source, "set_state")
         self._start = 0
         self.taken = 0
@@ -264,9 +264,8 @@ def prefetch(
         the first; or fewer rows and no mask. Whatever `batches` raises is raised again.
     """
     mesh = to if isinstance(to, Mesh) else to.mesh
-    if spec is None:
-        spec = BATCH if isinstance(to, Mesh) else to._batch
-    return Prefetch(batches, mesh, n, spec, mask)
+    default: P = BATCH if isinstance(to, Mesh) else to._batch
+    return Prefetch(batches, mesh, n, default if spec is None else spec, mask)
 
 
 def rows(batch: Any) -> int:

@@ -51,6 +51,7 @@ def restored(
     fault, info = "", {}
     try:
         info = _files.information(directory, step)
+        fault = _files.wrong_sizes(directory, step)
     except (OSError, ValueError) as e:
         fault = f"its description cannot be read ({e})"
     fault = _first_fault(fault)
@@ -152,7 +153,8 @@ def _given_up_reads_ignored():
 
     def hook(unraisable):
         code = getattr(unraisable.object, "cr_code", None)
-        if code is None or "orbax" not in code.co_filename:
+        ours = code is not None and "orbax" in code.co_filename
+        if not ours and str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
     sys.unraisablehook = hook

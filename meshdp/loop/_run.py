@@ -70,7 +70,10 @@ class Run:
             if self.checkpoints is not None:
                 stack.callback(self.checkpoints.close)
             stack.callback(self.feed.close)
-            self.stop = stack.enter_context(Stop().listening())
+            self.stop = Stop()
+            if self.checkpoints is not None:
+                # Without, nothing would be saved: signals do what they always do.
+                stack.enter_context(self.stop.listening())
             if self.watchdog is not None:
                 stack.enter_context(self.watchdog.watching())
             self._resume()

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 import meshdp
+from meshdp._place import place, to_host
 
 EXAMPLES = 100
 
@@ -33,7 +34,13 @@ def make_step(mesh):
 
 
 def start(step):
-    return step.init(make_model, jax.random.key(0))
+    """The first state, made once: `init` compiles each time."""
+    if not _started:
+        _started.append(to_host(step.init(make_model, jax.random.key(0))))
+    return place(_started[0], step.shardings(_started[0]))
+
+
+_started = []
 
 
 def batch(rows=16, seed=0):

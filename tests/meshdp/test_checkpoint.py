@@ -210,6 +210,16 @@ def test_a_damaged_newest_is_reported_and_the_one_before_is_used(copy, harm, cap
     assert [p.name for p in kept] == [p.name for p in before]
 
 
+def test_a_truncated_file_is_named_with_its_sizes(copy):
+    size = largest(copy / "00000003").stat().st_size
+    truncate(copy / "00000003")
+    name = largest(copy / "00000003").parent.parent.name  # of the process that wrote it
+    with pytest.raises(ValueError) as e:
+        Checkpoints(copy).restore(state(0), step=3)
+    assert f"is damaged: the file state/{name}/d/" in str(e.value)
+    assert str(e.value).endswith(f" has {size // 2} bytes, of {size}")
+
+
 def test_a_flipped_bit_is_named_by_its_leaf(copy, caplog):
     flip(copy / "00000003")
     with pytest.raises(ValueError, match="is damaged: wrong checksum of "):
@@ -217,9 +227,12 @@ def test_a_flipped_bit_is_named_by_its_leaf(copy, caplog):
     assert (copy / "00000003").exists()
 
 
-def test_a_checkpoint_that_was_not_written_to_its_end_is_none(copy):
+def test_a_checkpoint_that_was_not_written_to_its_end_is_reported_and_not_used(copy, caplog):
     (copy / "00000003").rename(copy / "00000003.orbax-checkpoint-tmp")
     assert Checkpoints(copy).restore(state(0)).step == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        f"00000003.orbax-checkpoint-tmp in {copy} was not written to its end; left where it is."
+    ]
     again = Checkpoints(copy)
     again.save(3, state(3))
     again.close()
