@@ -131,6 +131,13 @@ class TrainStep(Distributed):
         """How to make the same step on another mesh, such that it donates nothing."""
         return {**self._placement, "mesh": mesh, "donate": False}
 
+    def _prepare(self, state, batch, args):
+        # A state that was put together by hand, or by a step that skips nothing.
+        by_hand = isinstance(state, TrainState) and state._flat is None
+        if by_hand and self._options.skip and state.guard is None:
+            state = state.replace(guard=_guard.first(self._options.scales))
+        return super()._prepare(state, batch, args)
+
     def _join(self, structure, arrays):
         return TrainState.from_flat(arrays, structure)
 

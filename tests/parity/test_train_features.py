@@ -56,6 +56,7 @@ def one_device_gradient(name, batch, cast=lambda x: x):
     return jax.device_get(gradient(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_rematerialised_layers_give_the_same_numbers(remat):
     check("transformer", *train("transformer", MIXED, remat=remat))
@@ -142,6 +143,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     state, metrics = step(state, batch)
     assert (metrics["skipped"], state.guard.in_a_row, state.step) == (1, 0, 2)
     assert not np.array_equal(state.model["up"]["weight"], before[0]["up"]["weight"])
+
+
+def test_a_state_put_together_by_hand_is_guarded_too():
+    step = make("linear", dict(data=8))
+    made = start(step, "linear")
+    state = meshdp.TrainState(made.model, made.opt_state, made.step, made.key)
+    state, _ = step(state, batches("linear")[0])
+    assert (state.guard.skipped, state.guard.good) == (0, 1)
 
 
 def test_a_run_that_gets_nowhere_ends_with_the_parameter_the_step_and_the_batch():

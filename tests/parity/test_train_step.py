@@ -146,7 +146,9 @@ def test_training_matches_one_device(name, mesh, accumulate):
     check(name, *train(name, MESHES[mesh], accumulate=accumulate))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "data_fsdp_tensor"])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp", pytest.param("data_fsdp_tensor", marks=pytest.mark.slow)]
+)
 def test_gathering_once_per_step_gives_the_same_numbers(mesh):
     check("transformer", *train("transformer", MESHES[mesh], accumulate=2, gather="step"))
 
