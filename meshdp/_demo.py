@@ -27,6 +27,7 @@ from . import _jaxapi
 from ._demo_progress import progress
 from ._mesh import make_mesh
 from ._place import shard_batch, to_host
+from .loop import Checkpoints, fit
 from .report import collectives, table
 from .testing import verify
 from .train import make_train_step
@@ -95,9 +96,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=number(0), default=0, metavar="N", help="of everything")
     parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="keep checkpoints and a log (log.jsonl) there"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --run"
+    )
+    parser.add_argument(
         "--text", type=Path, metavar="PATH", help="a file (Python's standard library)"
     )
-    return parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
+    if flags.resume and flags.run is None:
+        raise Fault("argument --resume: it needs --run DIR, the directory to go on from")
+    return flags
 
 
 def _number(text: str, least: int) -> int:
@@ -123,6 +133,7 @@ def _mesh(text: str) -> dict[str, int]:
 def run(flags: argparse.Namespace) -> None:
     """Trains, measures, generates, verifies and reports, with a line for each."""
     train, held_out, source = load_text(flags.text)
+    checkpoints = open_run(flags)
     mesh = open_mesh(flags.mesh)
     gpt = load_model()
     sizes = {axis: mesh.shape[axis] for axis in AXES}
@@ -154,7 +165,7 @@ def run(flags: argparse.Namespace) -> None:
     print(f"text: {source}, one block in ten held out")
     print(f"model: {size:,} parameters; {batch} x {CONTEXT} bytes a step (global)")
     print(f"mesh: {used}, {mesh.devices.size} {device.platform} devices; ", end="")
-    print(f"accumulate={flags.accumulate}, JAX {jax.__version__}", flush=True)
+    print(f"accumulate={flags.accumulate}, JAX {_jaxapi.VERSION}", flush=True)
 
     exam = next(batches(held_out, flags.seed, HELD_OUT))
     before = evaluate(gpt.loss_fn, state.model, exam, mesh)
@@ -162,14 +173,18 @@ def run(flags: argparse.Namespace) -> None:
 
     stream = batches(train, flags.seed, batch)
     example = next(stream)
-    with progress(flags.steps, batch * CONTEXT) as advance:
-        state, last = step(state, next(stream))
-        for _ in range(flags.steps - 1):
-            state, metrics = step(state, next(stream))
-            # Read one step late, so that the devices never wait for the host.
-            advance(float(last["loss"]))
-            last = metrics
-        advance(float(last["loss"]))
+    done = checkpoints.steps()[-1] if checkpoints and checkpoints.steps() else 0
+    with progress(flags.steps, batch * CONTEXT, done) as advance:
+        state = fit(
+            step,
+            state,
+            stream,
+            steps=flags.steps,
+            checkpoint=checkpoints,
+            log=flags.run and flags.run / "log.jsonl",
+            callbacks=[lambda _, metrics: advance(metrics["loss"])],
+            config=flags,
+        ).state
 
     after = evaluate(gpt.loss_fn, state.model, exam, mesh)
     print(f"held-out loss: {after:.3f} after, {after / before:.0%} of what it was", flush=True)
@@ -180,6 +195,28 @@ def run(flags: argparse.Namespace) -> None:
     found = collectives(step.lower(state, example).compile(), mesh)
     print("collectives of one step:")
     print(table(found), flush=True)
+
+
+def open_run(flags: argparse.Namespace) -> Checkpoints | None:
+    """The checkpoints of the run to begin or to go on with.
+
+    **Raises:**
+
+    - `Fault`: the directory has a run and `--resume` was not given; orbax is missing.
+    """
+    if flags.run is None:
+        return None
+    try:
+        checkpoints = Checkpoints(flags.run / "checkpoints", every=max(1, flags.steps // 6))
+    except ImportError as e:
+        raise Fault(f"argument --run: {e}") from None
+    done = checkpoints.steps()
+    if done and not flags.resume:
+        raise Fault(
+            f"argument --run: {flags.run} has a run that came to step {done[-1]}; "
+            "go on with --resume, or choose another directory"
+        )
+    return checkpoints
 
 
 def open_mesh(sizes: dict[str, int] | None) -> jax.sharding.Mesh:
