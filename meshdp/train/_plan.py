@@ -35,13 +35,13 @@ class Plan:
     @property
     def manual(self) -> frozenset[str]:
         # Axes of one device are manual too: where nothing is left to the compiler's
-        # partitioner, it does not run. Not so for stateful models: `eqx.nn.State` compares
-        # the types of old and new values, and with every axis manual those of constants differ
-        # from those of results (their sharding).
+        # partitioner, it does not run. Not so where another axis is: jax 0.12 aborts when that
+        # is then made manual inside (axes in mesh order, see `_jaxapi`). And not for stateful
+        # models: `eqx.nn.State` compares the types of old and new values, and with every axis
+        # manual those of constants differ from those of results (their sharding).
         batch = ("data", "fsdp")
-        return frozenset(
-            a for a, n in self.sizes if a in batch or (n == 1 and not self.stateful)
-        )
+        alone = not self.stateful and all(n == 1 for a, n in self.sizes if a not in batch)
+        return frozenset(a for a, n in self.sizes if a in batch or alone)
 
     @property
     def trained(self) -> list[P]:
