@@ -118,8 +118,8 @@ CHANGES = {
     "number_that_counts": (
         lambda s: {**s, "n": s["n"] + 1},
         (
-            "  state['n']: the Python number 3 became the Python number 4, and would compile the "
-            "step anew each time; make it an array, jnp.asarray(3)"
+            "  state['n']: the Python number 3 became the Python number 4, and would compile "
+            "the step anew each time; make it an array, jnp.asarray(3)"
         ),
     ),
     "number_that_becomes_an_array": (
