@@ -68,8 +68,8 @@ def test_bare_it_takes_all_devices_for_data_and_logs_why(caplog, monkeypatch):
     assert [r.getMessage() for r in caplog.records] == [
         (
             "test_bare_it_takes_all_devices_for_data_and_logs_why.<locals>.train: all 8 "
-            "devices on 'data', since twice the state (256 bytes) fits in the memory of one device "
-            "(2 MB); give mesh= to choose."
+            "devices on 'data', since twice the state (256 bytes) fits in the memory of one "
+            "device (2 MB); give mesh= to choose."
         )
     ]
 
