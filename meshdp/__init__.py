@@ -1,5 +1,6 @@
 """Train any JAX pytree model on many devices, as exactly as on one."""
 
+from . import parallel as parallel
 from ._constrain import constrain as constrain
 from ._distribute import BATCH_AXES as BATCH_AXES
 from ._distribute import Distributed as Distributed
@@ -15,9 +16,21 @@ from ._mesh import make_mesh as make_mesh
 from ._place import local_rows as local_rows
 from ._place import pad_batch as pad_batch
 from ._place import place as place
-from ._place import reshard as reshard
 from ._place import shard_batch as shard_batch
 from ._place import to_host as to_host
+from .loop import Batches as Batches
+from .loop import Checkpoints as Checkpoints
+from .loop import Console as Console
+from .loop import Evaluation as Evaluation
+from .loop import Fitted as Fitted
+from .loop import JsonLines as JsonLines
+from .loop import Preempted as Preempted
+from .loop import Restored as Restored
+from .loop import TensorBoard as TensorBoard
+from .loop import Watchdog as Watchdog
+from .loop import fit as fit
+from .loop import prefetch as prefetch
+from .loop import reshard as reshard
 from .report import Collective as Collective
 from .report import Device as Device
 from .report import Report as Report
@@ -39,11 +52,14 @@ from .train import make_train_step as make_train_step
 __all__ = [
     "AXES",
     "BATCH_AXES",
+    "Batches",
     "BatchSize",
     "by_path",
     "check_specs",
+    "Checkpoints",
     "Collective",
     "collectives",
+    "Console",
     "constrain",
     "Device",
     "diff_reports",
@@ -51,9 +67,13 @@ __all__ = [
     "distributed",
     "ema",
     "ema_model",
+    "Evaluation",
     "find_batch_size",
+    "fit",
+    "Fitted",
     "fsdp",
     "Guard",
+    "JsonLines",
     "Layout",
     "local_rows",
     "make_mesh",
@@ -62,14 +82,19 @@ __all__ = [
     "pad_batch",
     "place",
     "Precision",
+    "Preempted",
+    "prefetch",
     "replicate",
     "Report",
     "report",
     "report_compiled",
     "reshard",
+    "Restored",
     "shard_batch",
     "specs",
+    "TensorBoard",
     "to_host",
     "TrainState",
     "TrainStep",
+    "Watchdog",
 ]
