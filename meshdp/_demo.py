@@ -28,7 +28,7 @@ from ._demo_progress import progress
 from ._mesh import make_mesh
 from ._place import shard_batch, to_host
 from .loop import Checkpoints, fit
-from .report import collectives, table
+from .report import Collective, collectives, report, table
 from .testing import verify
 from .train import make_train_step
 
@@ -104,6 +104,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--text", type=Path, metavar="PATH", help="a file (Python's standard library)"
     )
+    parser.add_argument(
+        "--report", type=_page, metavar="PATH", help="write the report of the step, as HTML"
+    )
     flags = parser.parse_args(arguments)
     if flags.resume and flags.run is None:
         raise Fault("argument --resume: it needs --run DIR, the directory to go on from")
@@ -114,6 +117,20 @@ def _number(text: str, least: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
     return int(text)
+
+
+def _page(text: str) -> Path:
+    """A file that can be written, found out before training and without touching it."""
+    path = Path(text)
+    if not text or path.is_dir():
+        problem = "is a directory, not a file" if text else "is no file"
+    elif not path.parent.is_dir():
+        problem = f"cannot be written: there is no directory {str(path.parent)!r}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "cannot be written: Permission denied"
+    else:
+        return path
+    raise argparse.ArgumentTypeError(f"{text!r} {problem}")
 
 
 def _mesh(text: str) -> dict[str, int]:
@@ -192,9 +209,28 @@ def run(flags: argparse.Namespace) -> None:
     for line in generate(state.model, exam[0, :CONTEXT], flags.seed).splitlines():
         print(f"  | {line}", flush=True)
     print(f"parity: {verify(step, state, example)}", flush=True)
-    found = collectives(step.lower(state, example).compile(), mesh)
+    if flags.report is None:
+        found = collectives(step.lower(state, example).compile(), mesh)
+    else:
+        found = write_report(step, state, example, flags.report)
     print("collectives of one step:")
     print(table(found), flush=True)
+
+
+def write_report(step: Any, state: Any, batch: Any, path: Path) -> Sequence[Collective]:
+    """Writes the report of the step as HTML; its collectives.
+
+    **Raises:**
+
+    - `Fault`: the file cannot be written after all, as on a full disk.
+    """
+    made = report(step, state, batch)
+    try:
+        made.to_html(path)
+    except OSError as e:
+        raise Fault(f"argument --report: {path} cannot be written: {e.strerror}") from None
+    print(f"report: {path}", flush=True)
+    return made.collectives
 
 
 def open_run(flags: argparse.Namespace) -> Checkpoints | None:

@@ -9,11 +9,16 @@ import sysconfig
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from meshdp import _demo
 from meshdp.__main__ import main
+from meshdp._mesh import make_mesh
+from meshdp.train import Mean, make_train_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,6 +116,53 @@ def test_a_text_that_is_too_short_is_refused_with_both_lengths(tmp_path, capsys)
     )
 
 
+def wrong_report(path, problem):
+    return (
+        f"python -m meshdp demo: argument --report: {str(path)!r} {problem}; "
+        "--help lists the flags.\n"
+    )
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):
+    assert main(["demo", "--report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == wrong_report(tmp_path, "is a directory, not a file")
+
+    path = tmp_path / "none" / "out.html"
+    assert main(["demo", "--report", str(path)]) == 2
+    problem = f"cannot be written: there is no directory {str(path.parent)!r}"
+    assert capsys.readouterr().err == wrong_report(path, problem)
+
+    assert main(["demo", "--report", ""]) == 2
+    assert capsys.readouterr().err == wrong_report("", "is no file")
+
+
+def test_a_report_without_permission_is_refused_before_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    path = tmp_path / "out.html"
+    assert main(["demo", "--report", str(path)]) == 2
+    problem = "cannot be written: Permission denied"
+    assert capsys.readouterr().err == wrong_report(path, problem)
+
+
+def test_the_report_of_a_step_is_written_and_gives_the_table_its_collectives(tmp_path, capsys):
+    mesh = make_mesh(data=8)
+    step = make_train_step(
+        lambda model, batch, key: Mean.of(batch @ model["w"]), optax.sgd(0.1), mesh=mesh
+    )
+    state = step.init(lambda key: {"w": jnp.ones(4)}, jax.random.key(0))
+    path = tmp_path / "out.html"
+    found = _demo.write_report(step, state, jnp.ones((8, 4)), path)
+    assert {(c.kind, c.axes) for c in found} == {("all-reduce", ("data",))}
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "Against the least possible" in text
+    assert capsys.readouterr().out == f"report: {path}\n"
+
+    with pytest.raises(_demo.Fault) as e:
+        _demo.write_report(step, state, jnp.ones((8, 4)), tmp_path)
+    assert str(e.value) == f"argument --report: {tmp_path} cannot be written: Is a directory"
+
+
 def test_help_names_the_commands(capsys):
     assert main(["--help"]) == 0
     assert "  demo: trains a language model" in capsys.readouterr().out
@@ -176,8 +228,9 @@ def test_in_a_terminal_progress_is_a_bar_with_loss_and_speed(capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_demo_learns_real_text_and_proves_its_step_right():
-    done = start("--steps", "20")
+def test_the_demo_learns_real_text_and_proves_its_step_right(tmp_path):
+    page = tmp_path / "out.html"
+    done = start("--steps", "20", "--report", str(page))
     out, err = done.communicate(timeout=500)
     assert (done.returncode, err) == (0, "")
     before, after = map(float, re.findall(r"held-out loss: (\S+) (?:before|after)", out))
@@ -186,6 +239,8 @@ def test_the_demo_learns_real_text_and_proves_its_step_right():
     assert re.search(r"^step 20/20  loss \d\.\d+  [\d,]+ tokens/s  0 s left$", out, re.M)
     assert re.search(r"^sample:\n  \| .", out, re.M)
     assert re.search(r"^parity: \d+ leaves agree on 8 devices and on one", out, re.M)
+    assert f"report: {page}\n" in out
+    assert "Where things live" in page.read_text(encoding="utf-8")
     assert re.search(r"^fsdp +reduce-scatter +\d+ ", out, re.M)
     assert re.search(r"^tensor +all-reduce +\d+ ", out, re.M)
 
