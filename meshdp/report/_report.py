@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from meshdp import _jaxapi, _tree
 from meshdp._distribute import Distributed
 from meshdp.report._devices import Device, device_of, slow_axes
+from meshdp.report._faults import check_options, report_fields
 from meshdp.report._hlo import (
     Collective,
     Traffic,
-    by_axis,
     mesh_sizes,
     module_collectives,
     positions,
@@ -124,8 +124,13 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """Reads what `to_json` wrote."""
-        return _rebuild(cls, json.loads(text))
+        """Reads what `to_json` wrote.
+
+        **Raises:**
+
+        - `ValueError`: if the text is anything else.
+        """
+        return _rebuild(cls, report_fields(text, cls))
 
 
 def _rebuild(kind: Any, value: Any) -> Any:
@@ -178,7 +183,10 @@ def report_compiled(
     **Raises:**
 
     - `ValueError`: if no mesh is given and none is found, or it is not the program's.
-    - `TypeError`: if `compiled` is not a compiled program.
+    - `ValueError`: if `roles` has a pattern or a role that there is not, or a speed or
+        time is not above 0.
+    - `TypeError`: if `compiled` is not a compiled program, or `mesh` or `device` is not
+        one. All faults of the options are named at once.
     """
     if not hasattr(compiled, "input_shardings"):
         raise TypeError(
@@ -186,6 +194,7 @@ def report_compiled(
             f"{type(compiled).__name__}. For a step that is not compiled yet, use "
             "meshdp.report(step, *args)."
         )
+    check_options(mesh, device, roles, seconds)
     mesh = mesh if mesh is not None else mesh_of(compiled)
     module = parse(program_text(compiled))
     sizes = mesh_sizes(mesh)
@@ -253,14 +262,26 @@ def report(
 
 
 def compile_step(step: Any, args: Sequence[Any]) -> Any:
-    """A `jax.stages.Compiled` of whatever a step is."""
+    """A `jax.stages.Compiled` of whatever a step is.
+
+    **Raises:**
+
+    - `TypeError`: if `step` is no step, or `args` is not a tuple.
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            "The arguments of the step come as a tuple, such as (state, batch); got "
+            f"{type(args).__name__}."
+        )
     if hasattr(step, "input_shardings"):
         return step
     if not callable(step):
         raise TypeError(
             f"Expected a step, such as meshdp.distributed returns; got {type(step).__name__}."
         )
-    return (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile()
+    compiled: Any = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile()
+    # Equinox wraps what JAX compiled.
+    return compiled if hasattr(compiled, "input_shardings") else compiled.compiled
 
 
 def mesh_of_step(step: Any, compiled: Any) -> Mesh:
@@ -316,63 +337,3 @@ def _longest_loop(module: Module) -> int:
         if i.opcode == "while"
     ]
     return max(trips, default=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One figure of two reports. `None`: it is not there."""
-
-    what: str
-    before: float | None
-    after: float | None
-    unit: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Diff:
-    """What differs between two reports; empty if nothing does."""
-
-    changes: tuple[Change, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.changes)
-
-    def __str__(self) -> str:
-        from meshdp.report._text import diff_text
-
-        return diff_text(self)
-
-
-def diff(before: Report, after: Report) -> Diff:
-    """Compares two reports: what did a change do to communication, memory and work?
-
-    Only what differs is listed: launches and bytes by axis and kind, then memory, flops
-    and memory traffic. Predicted times are left out, since a measured CPU never repeats.
-    """
-    a, b = _figures(before), _figures(after)
-    keys = [*a, *(k for k in b if k not in a)]
-    found = [Change(k[0], a.get(k), b.get(k), k[1]) for k in keys if a.get(k) != b.get(k)]
-    return Diff(tuple(found))
-
-
-def _figures(report: Report) -> dict[tuple[str, str], float]:
-    """Every figure that `diff` compares, by its name and unit."""
-    figures: dict[tuple[str, str], float] = {}
-    for axes, kinds in by_axis(report.collectives).items():
-        for kind, t in kinds.items():
-            label = f"{kind} over {'+'.join(axes)}"
-            figures[label, "launches"] = t.count
-            figures[label + " in loops of unknown length", "collectives"] = t.unknown
-            figures[f"{label}: sent per device", "B"] = t.sent_bytes
-    figures = {k: v for k, v in figures.items() if v}
-    memory = report.memory
-    held: Sequence[tuple[str, int | None]] = (
-        ("arguments", memory.argument_bytes),
-        ("outputs", memory.output_bytes),
-        ("aliased", memory.alias_bytes),
-        ("temporaries", memory.temp_bytes),
-    )
-    figures |= {(f"memory: {what}", "B"): n for what, n in held if n is not None}
-    figures["matrix flops", ""] = report.work.matmul_flops
-    figures["memory traffic", "B"] = report.work.memory_bytes
-    return figures

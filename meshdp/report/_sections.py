@@ -198,9 +198,13 @@ def _least(report: Report) -> Section:
         )
         for s in report.least.shares
     ]
+    lines = [f"All together: {report.least.ratio:.2f} times the least."]
+    if any(s.ratio is not None and s.ratio < 0.995 for s in report.least.shares):
+        # Where no gradient of a layer's input is asked for, its weight has no backward use.
+        lines.append("Below 1: a weight that the formula gathers twice was gathered once.")
     return Section(
         title="Against the least possible",
-        lines=(f"All together: {report.least.ratio:.2f} times the least.",),
+        lines=tuple(lines),
         header=("axis", "why", "least", "sent", "ratio"),
         rows=tuple(rows),
         left=2,

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from meshdp.report._diff import Diff
 from meshdp.report._hlo import human_bytes
-from meshdp.report._report import Diff, Report
+from meshdp.report._report import Report
 from meshdp.report._sections import Section, human, sections
 
 

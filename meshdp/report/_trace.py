@@ -32,6 +32,8 @@ class Tracer:
                 return ""
             caller, by = callers[0]
             operand = caller.by_name.get(self._operand(by, where, parameter))
+            if by.opcode == "while" and index is None and where.root is not parameter:
+                return ""
             if index is not None:
                 if operand is None or operand.opcode != "tuple":
                     return ""

@@ -13,9 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshdp.report._devices import Device
+from meshdp.report._diff import diff
+from meshdp.report._least import Least, Share
 from meshdp.report._memory import Leaf, Memory, remedies
 from meshdp.report._pictures import fold, holders_text, leaf_svg, leaf_text, mesh_svg, mesh_text
-from meshdp.report._report import Report, diff, report, report_compiled
+from meshdp.report._report import Report, report, report_compiled
 
 HAND = Device(kind="hand", flops=1e12, memory=1e11, link=1e10, network=1e9, memory_bytes=10**9)
 WIDTH = 512
@@ -151,6 +153,27 @@ def test_a_plain_function_is_compiled_for_its_arguments(mesh):
     assert found.least is None
 
 
+def test_options_that_cannot_be_are_named_all_at_once(compiled, mesh):
+    with pytest.raises(TypeError) as e:
+        report_compiled(compiled, {"data": 2}, device="H100", roles={"(": "weights"}, seconds=0)  # pyright: ignore
+    assert str(e.value) == (
+        "The options of the report are wrong:\n"
+        "  `mesh` must be a jax.sharding.Mesh, or None; got {'data': 2}\n"
+        "  `device` must be a meshdp.Device(kind=..., flops=..., memory=..., link=..., "
+        "network=...), or None; got 'H100'\n"
+        "  `roles`: '(' is not a regular expression: missing ), unterminated subpattern at "
+        "position 0\n"
+        "  `roles`: '(' has the role 'weights'; there are parameters, optimizer state, batch, "
+        "other\n"
+        "  `seconds` must be a measured time above 0; got 0"
+    )
+    with pytest.raises(ValueError) as e:
+        report_compiled(compiled, mesh, device=dataclasses.replace(HAND, flops=0.0))
+    assert str(e.value) == (
+        "The options of the report are wrong:\n  `device.flops` must be above 0; got 0.0"
+    )
+
+
 def test_a_number_is_no_step():
     with pytest.raises(TypeError) as e:
         report(3)
@@ -245,6 +268,29 @@ def test_json_gives_the_report_back(done):
     assert Report.from_json(done.to_json()) == done
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("hello", "Expecting value: line 1 column 1 (char 0)"),
+        ("3", "a report is an object; this is int"),
+        (
+            '{"name": "step"}',
+            (
+                "it has no 'jax_version', 'mesh', 'device_ids', 'slow_axes', 'collectives', "
+                "'memory', 'work', 'layers'"
+            ),
+        ),
+    ],
+)
+def test_other_text_is_no_report(text, why):
+    with pytest.raises(ValueError) as e:
+        Report.from_json(text)
+    assert str(e.value) == (
+        f"This text is not what Report.to_json wrote: {why}. Write it again with "
+        "path.write_text(report.to_json())."
+    )
+
+
 def test_the_words_say_what_is_measured_and_what_is_predicted(compiled, mesh):
     text = str(report_compiled(compiled, mesh, device=HAND, name="sgd", seconds=0.5))
     assert text.splitlines()[0] == "sgd"
@@ -252,6 +298,15 @@ def test_the_words_say_what_is_measured_and_what_is_predicted(compiled, mesh):
     assert "(predicted)" in text
     assert "Predicted, none of it measured, by making one mesh axis longer." in text
     assert "over the network" not in text
+
+
+def test_less_than_the_least_is_explained(done):
+    words = lambda sent: str(
+        dataclasses.replace(done, least=Least((Share(("fsdp",), 100, sent, "why"),)))
+    )
+    said = "Below 1: a weight that the formula gathers twice was gathered once."
+    assert said in words(80)
+    assert said not in words(100)
 
 
 def test_a_branch_and_a_loop_of_unknown_length_are_marked_in_the_list(done):
@@ -271,6 +326,15 @@ def test_plain_text_is_what_a_pipe_gets_and_rich_text_a_terminal(done, capsys):
     console.print(done)
     said = console.export_text()
     assert "Communication by mesh axis" in said and "reduce" in said
+
+
+def test_only_reports_are_compared(done):
+    with pytest.raises(TypeError) as e:
+        diff(done, done.to_json())
+    assert str(e.value) == (
+        "`after` must be a Report, as meshdp.report(step, *args) returns or Report.from_json "
+        "reads; got str."
+    )
 
 
 def test_a_report_differs_from_itself_in_nothing(done):

@@ -1,5 +1,6 @@
 """Pinning the communication of a step in a user's own tests."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -75,6 +76,20 @@ TABLE = [
 def test_kinds_that_are_not_named_must_not_occur(compiled):
     with pytest.raises(AssertionError, match="all_gather: expected 0, found 1"):
         assert_collectives(compiled, mesh=MESH, all_reduce=4)
+
+
+def test_a_step_that_equinox_compiles_will_do():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("fsdp")))
+    assert_collectives(eqx.filter_jit(lambda x: x.sum()), (x,), all_reduce={"fsdp": 1})
+
+
+def test_arguments_come_as_a_tuple():
+    with pytest.raises(TypeError) as e:
+        assert_collectives(jnp.tanh, jnp.ones(8))  # pyright: ignore
+    assert str(e.value) == (
+        "The arguments of the step come as a tuple, such as (state, batch); got ArrayImpl."
+    )
 
 
 def test_an_unknown_kind_is_refused(compiled):

@@ -215,6 +215,14 @@ def test_what_a_loop_changes_is_no_longer_the_argument_it_began_with():
     assert (c.kind, c.count, c.argument) == ("collective-permute", 8, "")
 
 
+def test_a_loop_that_carries_one_array_changes_it_too():
+    def until(x):
+        return lax.while_loop(lambda c: c.sum() < 9, lambda c: lax.psum(c, "seq"), x)
+
+    (c,) = compiled_in(until, make_mesh(seq=8), P("seq"), P("seq"), (8, 4))
+    assert (c.kind, c.count, c.argument) == ("all-reduce", None, "")
+
+
 def test_a_pmap_is_read_as_well():
     compiled = jax.pmap(lambda x: lax.pmean(x, "batch"), "batch").lower(jnp.ones((8, 4)))
     (c,) = collectives(compiled.compile(), {"batch": 8})
