@@ -55,13 +55,14 @@ def check_module(module: Module, mode: Mode, version: tuple[int, int]) -> list[F
         # Two finders may see one fault; the one that can mend it knows more.
         if place not in found or (finding.edits and not found[place].edits):
             found[place] = finding
-    kept = [f for f in found.values() if not _is_silenced(module, f)]
+    kept = [f for f in found.values() if not silenced(module, f.span[0], f.rule.code)]
     return sorted(kept, key=lambda f: (f.span[:2], f.rule.code))
 
 
-def _is_silenced(module: Module, finding: Finding) -> bool:
-    match = _NOQA.search(module.lines[finding.span[0] - 1])
+def silenced(module: Module, line: int, code: str) -> bool:
+    """Whether a `# noqa` of that line covers `code`."""
+    match = _NOQA.search(module.lines[line - 1])
     if match is None:
         return False
     codes = match["codes"]
-    return codes is None or finding.rule.code in codes.upper()
+    return codes is None or code in codes.upper()

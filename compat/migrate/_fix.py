@@ -1,15 +1,14 @@
 """Rewrites the text of one module until nothing is left to rewrite."""
 
-import ast
-
 from compat.migrate._check import check_module, worth_reading
+from compat.migrate._edits import ChangeImport
 from compat.migrate._finding import Context
 from compat.migrate._imports import unused_imports
 from compat.migrate._maps import Maps
 from compat.migrate._meshdp import plan_steps
 from compat.migrate._renames import Mode
 from compat.migrate._rewrite import rewrite
-from compat.migrate._scopes import Module
+from compat.migrate._scopes import Module, parse
 from compat.migrate._versions import NEWEST
 
 # An edit may uncover another one inside it; each pass goes one level deeper.
@@ -52,7 +51,9 @@ def fix_source(
         edits = [e for f in check_module(module, mode, version) for e in f.edits]
         if not edits:
             break
-        new = rewrite(text, edits)
+        # Imports go last: an edit that has to wait for another may still need their names.
+        going = [e for e in edits if isinstance(e, ChangeImport) and e.new in ("", "jax")]
+        new = rewrite(text, [e for e in edits if e not in going] or going)
         if new == text:
             break
         text = new
@@ -60,5 +61,5 @@ def fix_source(
         unused = unused_imports(source, text)
         if unused:
             text = rewrite(text, unused)
-    ast.parse(text)
+    parse(text)
     return text

@@ -44,7 +44,10 @@ def add_imports(cst: Any, module: Any, needs: Sequence[str]) -> Any:
     if not new:
         return module
     body = list(module.body)
-    at = _place(cst, body)
+    # Whatever the order of the imports, not after the first use.
+    roots = {n.split(" ")[-1].split(".")[0] if " as " in n else n for n in new}
+    used = [i for i, line in enumerate(body) if _mentions(cst, line, roots)]
+    at = min([_place(cst, body), *used])
     lines = [cst.parse_statement(f"import {n}") for n in new]
     return module.with_changes(body=[*body[:at], *lines, *body[at:]])
 
@@ -62,6 +65,33 @@ def _place(cst: Any, body: Sequence[Any]) -> int:
         if docstring or _imports_anything(cst, line):
             after = place + 1
     return after
+
+
+def _mentions(cst: Any, line: Any, wanted: set[str]) -> bool:
+    """Whether a statement names one of these, such as `compat` or `jax.extend.core`."""
+    found = False
+
+    class Visitor(cst.CSTVisitor):
+        def visit_Name(self, node: Any) -> None:
+            nonlocal found
+            found |= node.value in wanted
+
+        def visit_Attribute(self, node: Any) -> None:
+            nonlocal found
+            whole = isinstance(node.value, cst.Name | cst.Attribute)
+            found |= whole and _text(node) in wanted
+
+        def visit_Import(self, node: Any) -> bool:
+            return False
+
+        def visit_ImportFrom(self, node: Any) -> bool:
+            return False
+
+    def _text(node: Any) -> str:
+        return cst.Module([]).code_for_node(node).replace(" ", "")
+
+    line.visit(Visitor())
+    return found
 
 
 def _imports_anything(cst: Any, line: Any) -> bool:

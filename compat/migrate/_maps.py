@@ -178,6 +178,11 @@ class Maps:
             return self.from_call(node)
         if isinstance(node, ast.Name):
             bindings = self.module.bindings(node)
+            wrapped = self.module.wrapped(node)
+            if wrapped is not None:
+                statement = self.module.statement(wrapped[1].node)
+                if node.lineno > (statement.end_lineno or statement.lineno):
+                    bindings = [wrapped[1]]
             if len(bindings) != 1:
                 return None
             if bindings[0].kind == "assign" and bindings[0].value is not None:

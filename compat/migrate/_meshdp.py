@@ -10,15 +10,16 @@ import ast
 import dataclasses
 from collections.abc import Iterator
 
+from compat.migrate._check import silenced
 from compat.migrate._edits import DropStatement, Edit, EditCall, Keep, SetExpression, Todo
 from compat.migrate._find_values import is_number
 from compat.migrate._finding import Context
 from compat.migrate._flow import is_first_row
 from compat.migrate._maps import PMAPS, TREE_MAPS, UNREPLICATES, Mapped
-from compat.migrate._scopes import UNKNOWN, Function
+from compat.migrate._scopes import UNKNOWN
 from compat.migrate._shards import replicated_part, sharded_part
+from compat.migrate._step_bodies import MEANS, body_reasons
 
-_MEANS = {"pmean", "pmax", "pmin"}
 _ARGUMENTS = {"axis_name", "donate_argnums", "in_axes", "out_axes"}
 
 
@@ -26,7 +27,10 @@ def plan_steps(context: Context) -> list[Edit]:
     """Edits that take every map of the module out of pmap, or that say why not."""
     steps = [_Step(context, m) for m in context.maps.all() if m.name in PMAPS]
     for step in steps:
-        step.read()
+        if step.silenced:
+            step.reasons.append("a noqa says to leave it")
+        else:
+            step.read()
     if not steps:
         return []
     if not any(step.reasons for step in steps):
@@ -36,7 +40,7 @@ def plan_steps(context: Context) -> list[Edit]:
         statement = context.module.statement(step.mapped.node)
         reasons = step.reasons or ["it shares its state with a map that has to stay"]
         text = "\n".join(["still a pmap, because", *(f"- {r}" for r in dict.fromkeys(reasons))])
-        if not _has_todo(context, statement):
+        if not step.silenced and not _has_todo(context, statement):
             edits.append(Todo(span=context.span(statement), text=text))
     return edits
 
@@ -66,12 +70,16 @@ class _Step:
     count: int = 0
     """How many arguments a call has."""
 
+    @property
+    def silenced(self) -> bool:
+        return silenced(self.context.module, self.mapped.callee.lineno, "MD123")
+
     def read(self) -> None:
         self._arguments()
         if self.mapped.function is None:
             self.reasons.append("the mapped function is not in this file")
         else:
-            self._body(self.mapped.function)
+            self.reasons += body_reasons(self.context, self.mapped.function)
         calls = self._calls()
         if not calls and not self.reasons:
             self.reasons.append("nothing in this file calls it")
@@ -94,28 +102,6 @@ class _Step:
                 self.reasons.append(f"its {name} are not all 0 or None")
         if self.mapped.given:
             self.reasons.append("partial supplies some of its arguments")
-
-    def _body(self, function: Function) -> None:
-        """Whether one replica that sees the whole batch computes the same."""
-        context = self.context
-        functions = context.maps.reached(function)
-        for inner in functions:
-            for _, name, _ in context.maps.collectives(inner):
-                if name not in _MEANS:
-                    self.reasons.append(f"it uses {name}, which counts or tells apart replicas")
-            for node in ast.walk(inner):
-                if isinstance(node, ast.Call) and _sums_everything(context, node):
-                    self.reasons.append(
-                        "it sums over all examples of a replica, which means another number "
-                        "when one replica has them all"
-                    )
-        for node in context.module.nodes:
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("BatchNorm"):
-                if not {"axis_name", "cross_replica_axis"} & {k.arg for k in node.keywords}:
-                    self.reasons.append(
-                        "BatchNorm without axis_name normalises each replica's share, and "
-                        "would normalise the whole batch"
-                    )
 
     def _calls(self) -> list[ast.Call]:
         """Every call of the map; a reason if it is used in another way."""
@@ -209,7 +195,8 @@ class _Step:
             return False
         for node in same:
             if isinstance(node.ctx, ast.Load) and first <= node.lineno <= last:
-                self._use(node)
+                if not self._is_a_row_already(node, same):
+                    self._use(node)
         return split
 
     def _reads_one_row(self, node: ast.Name) -> bool:
@@ -218,6 +205,22 @@ class _Step:
         return isinstance(statement, ast.Assign) and any(
             isinstance(n, ast.Name) and n.id == node.id for n in ast.walk(statement.value)
         )
+
+    def _is_a_row_already(self, node: ast.Name, same: list[ast.Name]) -> bool:
+        """Whether `x = unreplicate(x)` always comes before `node`, and nothing in between."""
+        module = self.context.module
+        start = module.statement(node).lineno
+        stores = [n for n in same if isinstance(n.ctx, ast.Store) and n.lineno < start]
+        last = max(stores, key=lambda n: n.lineno, default=None)
+        if last is None or not self._reads_one_row(last):
+            return False
+        value = module.statement(last).value  # type: ignore[attr-defined]
+        if isinstance(value, ast.Call) and self._is_a_step(value.func):
+            return False
+        if replicated_part(self.context, value) or sharded_part(self.context, value):
+            return False
+        block = module.parents.get(module.statement(last), module.tree)
+        return block is module.tree or any(n is node for n in ast.walk(block))
 
     def _repeats(self, node: ast.AST, call: ast.AST) -> bool:
         """Whether a loop around `node` comes back to `call`."""
@@ -335,7 +338,7 @@ class _Step:
         if isinstance(value, ast.Name):
             found = list(self._last_values(value))
             return found[0] is not value and self._is_mean_value(found[0])
-        return isinstance(value, ast.Call) and self.context.maps.collective(value) in _MEANS
+        return isinstance(value, ast.Call) and self.context.maps.collective(value) in MEANS
 
     def _make(self) -> None:
         context, mapped = self.context, self.mapped
@@ -373,12 +376,3 @@ def _bound_in(module, name: ast.Name):
     while scope is not None and name.id not in scope.names:
         scope = scope.parent
     return scope
-
-
-def _sums_everything(context: Context, node: ast.Call) -> bool:
-    name = context.module.qualified(node.func)
-    method = isinstance(node.func, ast.Attribute) and node.func.attr == "sum" and name is None
-    if not (method or name == "jax.numpy.sum"):
-        return False
-    given = len(node.args) - (0 if method else 1)
-    return given < 1 and "axis" not in {k.arg for k in node.keywords}

@@ -4,6 +4,7 @@ libcst is the extra `migrate`: it is imported when a file is to be rewritten, no
 """
 
 import importlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ def _transformer(cst: Any, module: Any, places: Any, edits: Sequence[Edit]) -> A
         def __init__(self) -> None:
             super().__init__()
             self.updated: dict[Span, Any] = {}
+            self.without_a_place: list[Any] = []
 
         def on_leave(self, original_node: Any, updated_node: Any) -> Any:
             updated_node = super().on_leave(original_node, updated_node)
@@ -104,7 +106,8 @@ def _transformer(cst: Any, module: Any, places: Any, edits: Sequence[Edit]) -> A
                 span = place(original_node)
                 edit = expressions.get(span)
                 if edit is not None:
-                    updated_node = self.expression(edit, updated_node)
+                    old, updated_node = updated_node, self.expression(edit, updated_node)
+                    self.left_out(old, [updated_node])
                 if span in parts:
                     self.updated.setdefault(span, updated_node)
             elif isinstance(original_node, cst.BaseStatement):
@@ -135,7 +138,8 @@ def _transformer(cst: Any, module: Any, places: Any, edits: Sequence[Edit]) -> A
                     return new.with_changes(leading_lines=[*node.leading_lines, *inside])
                 if isinstance(edit, ProbeToIf):
                     return probe_to_if(cst, edit, node)
-            return self.todo(place(original)[:2], node)
+            node = self.todo(place(original)[:2], node)
+            return node.with_changes(leading_lines=[*node.leading_lines, *self.lost()])
 
         def todo(self, start: tuple[int, int], node: Any) -> Any:
             todos = [
@@ -151,22 +155,46 @@ def _transformer(cst: Any, module: Any, places: Any, edits: Sequence[Edit]) -> A
                 node = node.with_changes(leading_lines=[*node.leading_lines, *lines])
             return node
 
-        def line(self, original: Any, node: Any) -> Any:
+        def small(self, original: Any, node: Any, in_line: bool) -> tuple[list[Any], list[Any]]:
+            """What becomes of the statements of one line, and statements to add after it.
+
+            With `in_line` there are none: others of the line may need what they import.
+            """
             small: list[Any] = []
             extra: list[Any] = []
             for old, new in zip(original.body, node.body, strict=True):
-                kept: list[Any] = [new]
-                for edit in statements.get(place(old), []):
-                    if isinstance(edit, DropStatement):
-                        kept = []
-                changes = [
-                    e for e in statements.get(place(old), []) if isinstance(e, ChangeImport)
-                ]
+                edits = statements.get(place(old), [])
+                changes = [e for e in edits if isinstance(e, ChangeImport)]
+                if any(isinstance(e, DropStatement) for e in edits):
+                    continue
                 if changes:
                     kept, more = change_import(cst, new, changes)
-                    extra += more
-                small += kept
+                    self.left_out(new, kept)
+                    small += [*kept, *more] if in_line else kept
+                    extra += [] if in_line else more
+                else:
+                    small.append(new)
+            return small, extra
+
+        def left_out(self, old: Any, new: Sequence[Any]) -> None:
+            """Remembers the comments in `old` that are not in `new`."""
+            kept = [c.value for node in new for c in comments(node)]
+            for comment in comments(old):
+                if comment.value in kept:
+                    kept.remove(comment.value)
+                elif not is_pragma(comment.value):
+                    self.without_a_place.append(comment)
+
+        def lost(self) -> list[Any]:
+            """Lines for the comments that have been left out so far."""
+            lines = [cst.EmptyLine(comment=c) for c in self.without_a_place]
+            self.without_a_place = []
+            return lines
+
+        def line(self, original: Any, node: Any) -> Any:
+            small, extra = self.small(original, node, in_line=len(original.body) > 1)
             node = self.todo(place(original)[:2], node)
+            node = node.with_changes(leading_lines=[*node.leading_lines, *self.lost()])
             if not small and not extra:
                 return node.with_changes(body=[_dropped(cst)])
             if small and len(small) < len(original.body):
@@ -190,14 +218,17 @@ def _transformer(cst: Any, module: Any, places: Any, edits: Sequence[Edit]) -> A
             return updated_node.with_changes(body=body, footer=[*rest, *updated_node.footer])
 
         def leave_SimpleStatementSuite(self, original_node: Any, updated_node: Any) -> Any:
-            small = []
-            for old, new in zip(original_node.body, updated_node.body, strict=True):
-                edits = statements.get(place(old), [])
-                if not any(isinstance(e, DropStatement) for e in edits):
-                    small.append(new)
+            small, _ = self.small(original_node, updated_node, in_line=True)
+            if small:
+                small[-1] = small[-1].with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
             return updated_node.with_changes(body=small or [cst.Pass()])
 
     return Transformer()
+
+
+def is_pragma(comment: str) -> bool:
+    """Whether a comment speaks to a tool about its line, and goes with it."""
+    return re.match(r"#\s*(noqa|type:|pylint:|pragma:|isort:|fmt:|ruff:)", comment) is not None
 
 
 def _dropped(cst: Any) -> Any:
@@ -223,6 +254,9 @@ def _without_dropped(cst: Any, lines: Sequence[Any]) -> tuple[list[Any], list[An
     for line in lines:
         if _is_dropped(cst, line):
             carried += line.leading_lines
+            comment = line.trailing_whitespace.comment
+            if comment is not None and not is_pragma(comment.value):
+                carried.append(cst.EmptyLine(comment=comment))
             continue
         said = any(e.comment is not None for e in carried)
         if carried and (said or not line.leading_lines):
@@ -284,6 +318,21 @@ def edit_call(cst: Any, edit: EditCall, node: Any) -> Any:
     return node
 
 
+def _last_comma(cst: Any, node: Any, alias: Any) -> Any:
+    """The comma after what has become the last name of an import."""
+    last = node.names[-1]
+    if alias is last:
+        return alias.comma
+    closing = getattr(last.comma, "whitespace_after", None)
+    if closing is None or not isinstance(closing, cst.ParenthesizedWhitespace):
+        return cst.MaybeSentinel.DEFAULT
+    own = alias.comma.whitespace_after
+    if isinstance(own, cst.ParenthesizedWhitespace):
+        own = own.with_changes(last_line=closing.last_line, indent=closing.indent)
+        return alias.comma.with_changes(whitespace_after=own)
+    return cst.Comma(whitespace_after=closing.with_changes(first_line=cst.TrailingWhitespace()))
+
+
 def change_import(
     cst: Any, node: Any, changes: Sequence[ChangeImport]
 ) -> tuple[list[Any], list[Any]]:
@@ -306,7 +355,7 @@ def change_import(
             else:
                 new.setdefault("", []).append((wanted[name], local))
     if kept:
-        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        kept[-1] = kept[-1].with_changes(comma=_last_comma(cst, node, kept[-1]))
         left = [node.with_changes(names=kept)]
     else:
         left = []

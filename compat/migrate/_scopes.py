@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import io
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,13 @@ class Binding:
     node: ast.AST
     value: Any = None
     """The qualified name of an import; the expression of a plain `name = expression`."""
+
+
+def parse(source: str) -> ast.Module:
+    """`ast.parse`, silent about odd escapes: under `-W error` they would pass for errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
 
 
 class Scope:
@@ -53,7 +61,7 @@ class Module:
         self.source = source
         # As Python counts lines: `str.splitlines` also splits at form feeds and the like.
         self.lines = io.StringIO(source, newline=None).read().split("\n")
-        self.tree = ast.parse(source)
+        self.tree = parse(source)
         self.parents: dict[ast.AST, ast.AST] = {}
         self.scopes: dict[ast.AST, Scope] = {}
         self.top = Scope(self.tree, None)
@@ -83,6 +91,8 @@ class Module:
                 return None
             if binding.kind == "import":
                 found.add(binding.value)
+            elif _is_none(binding.value):
+                continue  # `except ImportError: jax = None`, of which nothing is asked
             elif binding.kind == "assign" and binding.value is not None:
                 found.add(self._qualify(binding.value, seen | {binding}))
             else:
@@ -119,6 +129,9 @@ class Module:
             return node
         if isinstance(node, ast.Name):
             bindings = self.bindings(node)
+            wrapped = self.wrapped(node)
+            if wrapped is not None and node in ast.walk(wrapped[1].value):
+                return wrapped[0].node  # type: ignore[return-value]
             if len(bindings) == 1 and isinstance(bindings[0].node, _FUNCTIONS):
                 return bindings[0].node if bindings[0].kind == "def" else None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -131,6 +144,15 @@ class Module:
                 ]
                 return methods[0] if len(methods) == 1 else None
         return None
+
+    def wrapped(self, name: ast.Name) -> tuple[Binding, Binding] | None:
+        """The two bindings of `name` where a `def f` is followed by `f = wrap(f)`."""
+        bindings = self.bindings(name)
+        if [b.kind for b in bindings] != ["def", "assign"]:
+            return None
+        inside = ast.walk(bindings[1].value) if bindings[1].value is not None else ()
+        again = any(isinstance(n, ast.Name) and n.id == name.id for n in inside)
+        return (bindings[0], bindings[1]) if again else None
 
     def constant(self, node: ast.AST | None) -> Any:
         """The literal `node` stands for, through names assigned once; else `UNKNOWN`."""
@@ -286,6 +308,10 @@ def _bind_statement(node: ast.AST, scope: Scope, top: Scope) -> None:
             scope = scope.parent
         if not any(_targets(b.node, node) for b in scope.names.get(node.id, [])):
             scope.bind(node.id, "other", node)
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _is_self(node: ast.AST) -> bool:

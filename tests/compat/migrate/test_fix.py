@@ -260,6 +260,78 @@ CASES = {
             "from jax.tree_util import tree_leaves\r\n"
         ),
     ),
+    "what_is_imported_in_a_line_is_imported_there": (
+        "jax",
+        (
+            "def f(x): from jax import tree_map; return tree_map(abs, x)\n"
+            "from jax import tree_map, jit; g = tree_map\n"
+        ),
+        (
+            "def f(x): from jax.tree_util import tree_map; return tree_map(abs, x)\n"
+            "from jax import jit; from jax.tree_util import tree_map; g = tree_map\n"
+        ),
+    ),
+    "an_import_is_added_before_its_first_use": (
+        "compat",
+        "from flax import jax_utils\nx = jax_utils.replicate(1)\nimport jax\ny = jax\n",
+        "import compat\nx = compat.replicate(1)\nimport jax\ny = jax\n",
+    ),
+    "a_module_is_imported_before_its_first_use": (
+        "jax",
+        "from jax.lib import xla_bridge\nb = xla_bridge.get_backend()\nfrom jax import jit\n",
+        (
+            "import jax.extend.backend\nb = jax.extend.backend.get_backend()\n"
+            "from jax import jit\n"
+        ),
+    ),
+    "an_import_in_lines_keeps_lines_and_comments": (
+        "jax",
+        (
+            "from jax import (\n    tree_map,  # trees\n    jit,  # compiled\n"
+            "    tree_leaves,  # noqa: F401\n)\n"
+        ),
+        (
+            "# trees\nfrom jax import (\n    jit,  # compiled\n)\n"
+            "from jax.tree_util import tree_map, tree_leaves\n"
+        ),
+    ),
+    "comments_inside_what_is_replaced_go_above_it": (
+        "compat",
+        (
+            "import compat\np = compat.pmap(f)\nif x:\n"
+            "    y = compat.tree_map(\n        lambda v: v[0],  # first\n        p(x),\n    )\n"
+        ),
+        (
+            "import compat\np = compat.pmap(f)\nif x:\n"
+            "    # first\n    y = compat.unreplicate(p(x))\n"
+        ),
+    ),
+    "the_comment_beside_a_statement_that_goes_stays": (
+        "compat",
+        "import jax\njax.config.update('jax_array', True)  # new arrays\nx = jax\n",
+        "import jax\n# new arrays\nx = jax\n",
+    ),
+    "a_name_that_may_be_none_instead_is_read": (
+        "jax",
+        "try:\n    import jax\nexcept ImportError:\n    jax = None\njax.tree_map(f, x)\n",
+        "try:\n    import jax\nexcept ImportError:\n    jax = None\njax.tree.map(f, x)\n",
+    ),
+    "an_old_escape_is_no_error": (
+        "jax",
+        "import jax\nr = '\\d'\njax.tree_map(f, x)\n",
+        "import jax\nr = '\\d'\njax.tree.map(f, x)\n",
+    ),
+    "an_import_stays_until_nothing_needs_it": (
+        "jax",
+        (
+            "import jax\nfrom jax.experimental import maps\n"
+            "with maps.Mesh(d, n):\n    jax.jit(f, in_shardings=s)\n"
+        ),
+        (
+            "import jax\nwith jax.set_mesh(jax.sharding.Mesh(d, n)):\n"
+            "    jax.jit(f, in_shardings=s)\n"
+        ),
+    ),
     "tabs_stay": (
         "compat",
         "import jax\nif x:\n\tjax.tree_map(f, x)\n",

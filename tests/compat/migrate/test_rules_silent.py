@@ -51,6 +51,7 @@ SILENT = [
     "        return compat.pmap(self.f, static_broadcasted_argnums=0)"),
     ("import compat\nfrom functools import partial\ndef f(a, b, c): pass\n"
     "compat.pmap(partial(f, 1), static_broadcasted_argnums=1)"),
+    "import jax\ndef f(x): return x\nf = jax.pmap(  # noqa: MD123\n    f,\n    'i')",
     # results
     "import compat\np = compat.pmap(f, donate_argnums=0)\nfor b in bs:\n    s = p(s, b)",
     "import compat\np = compat.pmap(f, donate_argnums=0)\ns, m = p(s, b)\nprint(s)",
