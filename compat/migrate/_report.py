@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import urllib.parse
 from collections.abc import Callable, Sequence
 
 from compat.migrate._finding import Finding
@@ -85,11 +87,11 @@ def as_sarif(findings: Sequence[Placed], files: int) -> str:
         {
             "ruleId": f.code,
             "level": _SARIF_LEVELS[f.severity],
-            "message": {"text": f"{f.what} {f.do}"},
+            "message": {"text": _message(f)},
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": f.path.replace("\\", "/")},
+                        "artifactLocation": {"uri": _uri(f.path)},
                         "region": {"startLine": f.line, "startColumn": f.column},
                     }
                 }
@@ -102,7 +104,13 @@ def as_sarif(findings: Sequence[Placed], files: int) -> str:
         {
             "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
             "version": "2.1.0",
-            "runs": [{"tool": {"driver": driver}, "results": results}],
+            "runs": [
+                {
+                    "tool": {"driver": driver},
+                    "columnKind": "unicodeCodePoints",
+                    "results": results,
+                }
+            ],
         },
         indent=2,
     )
@@ -113,9 +121,20 @@ def as_github(findings: Sequence[Placed], files: int) -> str:
     del files
     return "\n".join(
         f"::{_GITHUB_LEVELS[f.severity]} file={_escape(f.path, True)},line={f.line},"
-        f"col={f.column},title={f.code}::{_escape(f'{f.what} {f.do}', False)}"
+        f"col={f.column},title={f.code}::{_escape(_message(f), False)}"
         for f in findings
     )
+
+
+def _message(finding: Placed) -> str:
+    # Neither format has a place for the cell of a notebook, where the line is counted.
+    cell = "" if finding.cell is None else f"Cell {finding.cell}: "
+    return f"{cell}{finding.what} {finding.do}"
+
+
+def _uri(path: str) -> str:
+    pure = pathlib.PurePath(path)
+    return pure.as_uri() if pure.is_absolute() else urllib.parse.quote(pure.as_posix())
 
 
 def _escape(text: str, is_property: bool) -> str:

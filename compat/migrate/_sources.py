@@ -12,7 +12,9 @@ from collections.abc import Iterable
 
 _SKIPPED = {"__pycache__", ".git", ".hg", ".ipynb_checkpoints", ".tox", ".venv", "node_modules"}
 # Shell commands and magics of IPython, which are not Python.
-_MAGIC = re.compile(r"^(\s*)([%!?].*|.*[^#\s]\?\s*)$")
+_MAGIC = re.compile(r"^(\s*)([%!?].*|[\w.*]+\?{1,2}\s*|[\w, ]+=\s*[%!].*)$")
+# Magics of a whole cell that is Python all the same.
+_PYTHON_CELLS = ("%%time", "%%capture", "%%prun")
 _MARK = "#__meshdp_cell__"
 _MASK = "#__meshdp_magic__"
 
@@ -44,6 +46,14 @@ class Source:
                 cell, start = cell + 1, number
         return cell, line - start
 
+    def shown(self, text: str) -> str:
+        """`text` for people: magics as they are written, each cell under its number."""
+        if self.notebook is None:
+            return text
+        first, *cells = re.split(rf"^{_MARK}\n", text, flags=re.MULTILINE)
+        numbered = [f"# cell {i}\n{cell}" for i, cell in enumerate(cells, 1)]
+        return _unmask("".join([first, *numbered]))
+
     def output(self, text: str) -> str:
         """The content of the file with `text` as its Python."""
         if self.notebook is None:
@@ -56,11 +66,13 @@ class Source:
         bodies = ["\n".join(b for b in bodies[:2] if b), *bodies[2:]]
         for cell, old, new in zip(cells, _code_cells(self.notebook), bodies, strict=True):
             if new != _cell_text(old).strip("\n"):
-                cell["source"] = new.splitlines(keepends=True)
-        raw = self.path.read_text(encoding="utf-8")
+                listed = isinstance(old["source"], list)
+                cell["source"] = re.findall(r"[^\n]*\n|[^\n]+", new) if listed else new
+        raw = self.path.read_bytes().decode("utf-8")
         indent = _indent(raw)
         end = "\n" if raw.endswith("\n") else ""
-        return json.dumps(notebook, indent=indent, ensure_ascii=False) + end
+        written = json.dumps(notebook, indent=indent, ensure_ascii=raw.isascii()) + end
+        return written.replace("\n", "\r\n") if "\r\n" in raw else written
 
 
 def find_sources(paths: Iterable[str]) -> list[pathlib.Path]:
@@ -83,11 +95,18 @@ def find_sources(paths: Iterable[str]) -> list[pathlib.Path]:
             found[path] = None
             continue
         for folder, folders, files in os.walk(path):
+            if "pyvenv.cfg" in files and folder != str(path):
+                folders[:] = []  # a virtual environment holds other people's code
+                continue
             folders[:] = sorted(f for f in folders if f not in _SKIPPED)
             for name in sorted(files):
                 if name.endswith((".py", ".ipynb")):
                     found[pathlib.Path(folder, name)] = None
-    return list(found)
+    # One file may have several names.
+    first: dict[str, pathlib.Path] = {}
+    for path in found:
+        first.setdefault(os.path.realpath(path), path)
+    return list(first.values())
 
 
 def read_source(path: pathlib.Path) -> Source:
@@ -149,18 +168,30 @@ def _cell_text(cell: dict) -> str:
 def _mask(cell: str) -> str:
     """Hides magics in comments; a cell that starts with `%%` is hidden whole."""
     lines = cell.split("\n")
-    whole = cell.lstrip().startswith("%%") and not cell.lstrip().startswith("%%time")
-    masked = []
+    start = cell.lstrip()
+    whole = start.startswith("%%") and not start.startswith(_PYTHON_CELLS)
+    masked: list[str] = []
     for line in lines:
         magic = _MAGIC.match(line)
         if whole:
             masked.append(f"{_MASK}{line}")
-        elif magic:
+        elif magic and not _is_open("\n".join(masked)):
             # `pass`, so that a block which holds nothing else is still a block.
             masked.append(f"{magic[1]}pass  {_MASK}{line[len(magic[1]) :]}")
         else:
             masked.append(line)
     return "\n".join(masked)
+
+
+def _is_open(text: str) -> bool:
+    """Whether a bracket or a string of `text` is still open at its end."""
+    try:
+        list(tokenize.generate_tokens(io.StringIO(text + "\n").readline))
+    except tokenize.TokenError:
+        return True
+    except SyntaxError:  # dedents and the like, which the parser will name
+        pass
+    return False
 
 
 def _unmask(cell: str) -> str:
@@ -169,7 +200,7 @@ def _unmask(cell: str) -> str:
 
 
 def _indent(raw: str) -> int | str | None:
-    match = re.match(r"\{\n(\s+)", raw)
+    match = re.match(r"\{\r?\n(\s+)", raw)
     if match is None:
         return None
     return match[1] if "\t" in match[1] else len(match[1])

@@ -12,9 +12,8 @@ def parse_version(text: str) -> tuple[int, int]:
     - `ValueError`: if `text` does not start with two numbers.
     """
     parts = text.split(".")
-    try:
-        return int(parts[0]), int(parts[1])
-    except (ValueError, IndexError):
+    if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
         raise ValueError(
             f"not a JAX version: {text!r}. Write major and minor number, such as 0.12."
-        ) from None
+        )
+    return int(parts[0]), int(parts[1])

@@ -6,6 +6,8 @@ import difflib
 import multiprocessing
 import os
 import pathlib
+import re
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +20,8 @@ from compat.migrate._versions import NEWEST, parse_version
 
 # Starting processes costs more than reading this many files.
 _FEW = 40
+# What Python's parser raises, the last two for what is nested too deeply.
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     **Returns:**
 
     The exit code. `check`: 1 if something breaks, else 0. `fix`: 0 if every file was read.
-    Either: 2 for a wrong argument or a file that is not Python.
+    Either: 2 for a wrong argument, a file that is not Python or one that cannot be written,
+    130 after Ctrl-C.
     """
     args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -42,6 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ImportError) as e:
         print(e, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Interrupted. Every file is as it was, or rewritten whole.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read us has seen enough; Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +114,7 @@ def _check_one(job: tuple[pathlib.Path, tuple[int, int]]) -> tuple[list[Placed],
         found = check_source(source.text, "compat", version)
     except Unreadable as e:
         return [], str(e)
-    except (SyntaxError, ValueError) as e:
+    except _NOT_PYTHON as e:
         return [], _not_python(path, e)
     return [Placed.of(str(path), *source.place(f.span[0]), f) for f in found], ""
 
@@ -116,12 +128,16 @@ def _fix(paths: list[pathlib.Path], args: argparse.Namespace) -> int:
             unread.append(error)
         if source is None:
             continue
-        changed += 1
         if args.diff:
             sys.stdout.write(_diff(source, text))
-        else:
+            continue
+        try:
             write_source(source, text)
-            print(f"{source.path}: rewritten")
+        except (OSError, UnicodeError) as e:
+            unread.append(f"{source.path}: cannot be written: {e}. Left as it is.")
+            continue
+        changed += 1
+        print(f"{source.path}: rewritten")
     for error in unread:
         print(error, file=sys.stderr)
     if not args.diff:
@@ -136,12 +152,14 @@ def _fix_one(job) -> tuple[Source | None, str, str]:
         text = fix_source(source.text, mode, version, keep_imports=path.name == "__init__.py")
     except Unreadable as e:
         return None, "", str(e)
-    except (SyntaxError, ValueError) as e:
+    except _NOT_PYTHON as e:
         return None, "", _not_python(path, e)
     return (source, text, "") if text != source.text else (None, "", "")
 
 
 def _not_python(path: pathlib.Path, error: Exception) -> str:
+    if isinstance(error, RecursionError | MemoryError):
+        return f"{path}: nested too deeply to be read. Left as it is."
     if not isinstance(error, SyntaxError):
         return f"{path}: not Python: {error}. Left as it is."
     line = error.lineno or 0
@@ -155,11 +173,16 @@ def _not_python(path: pathlib.Path, error: Exception) -> str:
 
 def _diff(source: Source, text: str) -> str:
     # Of a notebook, the Python alone: a diff of JSON is no help to anybody.
-    old, new = source.text.splitlines(keepends=True), text.splitlines(keepends=True)
+    old, new = _lines(source.shown(source.text)), _lines(source.shown(text))
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
         for line in difflib.unified_diff(old, new, f"a/{source.path}", f"b/{source.path}")
     )
+
+
+def _lines(text: str) -> list[str]:
+    # `str.splitlines` also splits at form feeds and the like, where no line ends.
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _map(function, jobs):
@@ -169,5 +192,13 @@ def _map(function, jobs):
         return
     # Not fork: whoever calls us may have started JAX, whose threads do not survive it.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_ignore_ctrl_c)
+    try:
         yield from pool.map(function, jobs, chunksize=8)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ignore_ctrl_c() -> None:
+    # The terminal sends it to all of us; it is for the one that writes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -93,6 +93,18 @@ def test_sarif_names_rule_level_and_region(folder, capsys):
         "artifactLocation": {"uri": "src/breaks.py"},
         "region": {"startLine": 5, "startColumn": 12},
     }
+    assert sarif["runs"][0]["columnKind"] == "unicodeCodePoints"
+
+
+def test_sarif_writes_paths_as_addresses(folder, capsys):
+    (folder / "a b%é.py").write_text(OLD)
+    for path, uri in (
+        ("a b%é.py", "a%20b%25%C3%A9.py"),
+        (str(folder / "a b%é.py"), (folder / "a b%é.py").as_uri()),
+    ):
+        _, out, _ = run(capsys, "check", "--format", "sarif", path)
+        (result,) = json.loads(out)["runs"][0]["results"]
+        assert result["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": uri}
 
 
 def test_github_annotations_are_one_line_each(folder, capsys):
