@@ -58,6 +58,8 @@ class Parity:
     worst_leaf: str
 
     def __str__(self) -> str:
+        if not self.worst:
+            return f"{self.leaves} leaves are equal on {self.devices} devices and on one"
         return (
             f"{self.leaves} leaves agree on {self.devices} devices and on one; the largest "
             f"relative difference is {self.worst:.1e}, in {self.worst_leaf}"
@@ -81,8 +83,10 @@ def verify(
     - `state`, `batch`, `args`: as for a call. Nothing is donated: the state stays alive. The
         whole of it must fit on one device.
     - `rtol`: the difference allowed, relative to the largest number of a leaf. If `None`, 1e-4
-        in float32, 1e-8 in float64, and 8 units of rounding in smaller types. A leaf that is
-        nothing but rounding next to the others of its kind is compared on their scale.
+        in float32, 1e-8 in float64, and 8 units of rounding in smaller types: of the leaf's
+        type, or of the coarsest that it is computed in (the types of the model and of
+        `precision=`; for a step of `distributed`, those of the state and the batch). A leaf
+        that is nothing but rounding next to the others of its kind is compared on their scale.
 
     **Raises:**
 
@@ -101,27 +105,38 @@ def verify(
     copy = place(state, shardings)
     if isinstance(step, TrainStep):
         pairs = _train_pairs(step, state, batch, copy, one)
+        precision = step.options.precision
+        computed = _types(state.model) + (
+            [precision.compute, precision.reduce] if precision else []
+        )
     else:
         pairs = _plain_pairs(step, state, batch, args, copy, one)
-    return _compare(pairs, step.mesh.devices.size, rtol)
+        computed = _types((state, batch))
+    return _compare(pairs, step.mesh.devices.size, rtol, computed)
 
 
 def _whole(tree, one: NamedSharding):
-    return place(to_host(tree), one)
+    """The arrays on one device. Numbers stay what the step is compiled for, or weakly typed."""
+    arrays, structure = _tree.split(to_host(tree), "state")
+    return structure.join(place(arrays, one))
 
 
 def _plain_pairs(step, state, batch, args, copy, one: NamedSharding):
-    arrays, structure = _tree.split(_whole((state, batch, args), one), "state")
+    arrays, structure = _tree.split(_whole(state, one), "state")
+    numbers = _tree.is_array_or_number
+    given, others = _tree.split(_whole((batch, args), one), "arguments", dynamic=numbers)
     have = step(copy, batch, *args)
 
-    def run(arrays):
-        state, batch, args = structure.join(arrays)
+    def run(arrays, given):
+        batch, args = others.join(given)
         with _jaxapi.tracing_mesh(one.mesh):  # type: ignore[arg-type]
-            new = step.__wrapped__(state, batch, *args)
-        out, rest = _tree.split(new, "out", dynamic=_tree.is_array_or_number)
+            new = step.__wrapped__(structure.join(arrays), batch, *args)
+        out, rest = _tree.split(new, "out", dynamic=numbers)
         return out, _tree.Static(rest)
 
-    out, rest = jax.jit(run)(arrays)
+    # JAX compiles for nothing but the mesh of an outer `jax.set_mesh`.
+    with jax.set_mesh(one.mesh):  # type: ignore[arg-type]
+        out, rest = jax.jit(run)(arrays, given)
     want = rest.value.join(out)
     return [("state", have[0], want[0]), ("aux", have[1], want[1])]
 
@@ -131,9 +146,10 @@ def _train_pairs(step: TrainStep, state: TrainState, batch, copy, one: NamedShar
     new, _ = step(copy, batch)
     alone = step.elsewhere(one.mesh)
     state1, batch1 = _whole(state, one), to_host(batch)
-    want, want_metrics = TrainStep(step.options, **alone).gradients(state1, batch1)
     given = _whole((grads, new.model_state, metrics), one)
-    new1, _ = Updates(step.options, **alone)(state1, batch1, *given)
+    with jax.set_mesh(one.mesh):  # type: ignore[arg-type]  # as above
+        want, want_metrics = TrainStep(step.options, **alone).gradients(state1, batch1)
+        new1, _ = Updates(step.options, **alone)(state1, batch1, *given)
     return [
         ("gradient", grads, want),
         ("metrics", metrics, want_metrics),
@@ -141,7 +157,12 @@ def _train_pairs(step: TrainStep, state: TrainState, batch, copy, one: NamedShar
     ]
 
 
-def _compare(pairs, devices: int, rtol: float | None) -> Parity:
+def _types(tree) -> list[Any]:
+    return [x.dtype for x in _tree.split(tree, "state")[0]]
+
+
+def _compare(pairs, devices: int, rtol: float | None, computed) -> Parity:
+    least = max(map(_rtol, computed), default=0.0)
     problems, count, worst, worst_leaf = [], 0, 0.0, "none"
     for name, have, want in pairs:
         have, want = to_host(have), to_host(want)
@@ -154,7 +175,8 @@ def _compare(pairs, devices: int, rtol: float | None) -> Parity:
                     problems.append(f"  {where}: {a!r} on the mesh, {b!r} on one device")
                 continue
             count += 1
-            limit = _rtol(b) if rtol is None else rtol
+            own = _rtol(b.dtype if _tree.is_array(b) else np.dtype(type(b)))
+            limit = rtol if rtol is not None else max(own, least) if own else 0.0
             difference, words = _difference(_numbers(a), _numbers(b), scale)
             if not difference <= limit:
                 problems.append(f"  {where}: {words}")
@@ -184,8 +206,7 @@ def _largest(x) -> float:
     return float(np.abs(_numbers(x)).max(initial=0.0))
 
 
-def _rtol(x) -> float:
-    dtype = getattr(x, "dtype", np.dtype(float))
+def _rtol(dtype) -> float:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     eps = float(jnp.finfo(dtype).eps)
