@@ -19,6 +19,10 @@ def main(argv: Sequence[str]) -> int:
 
         return _run.main(rest)
     if command == "doctor":
+        if rest:
+            asks = rest[0] in ("-h", "--help")
+            print(USAGE if asks else f"compat doctor takes no arguments, not {rest[0]!r}.")
+            return 0 if asks else 2
         from compat import _doctor
 
         return _doctor.main()

@@ -7,7 +7,7 @@ vanish from a pytree.
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,37 @@ def spell(axes: Any, what: str) -> Any:
             ) from None
 
     return jtu.tree_map(one, axes, is_leaf=lambda a: a is None)
+
+
+def device_list(devices: Any, what: str) -> tuple[Any, ...]:
+    """Checks a list of devices."""
+    fix = "Give a list of devices, such as jax.local_devices()"
+    if isinstance(devices, jax.Device) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices of {what} is {devices!r}. {fix}.")
+    devices = tuple(devices)
+    strange = [d for d in devices if not isinstance(d, jax.Device)]
+    if strange:
+        raise TypeError(f"devices of {what} holds {strange[0]!r}, which is no device. {fix}.")
+    twice = [d for d, n in Counter(devices).items() if n > 1]
+    if twice:
+        raise ValueError(f"devices of {what} holds {twice[0]} more than once. {fix}.")
+    if not devices:
+        raise ValueError(f"devices of {what} is an empty list. {fix}.")
+    return devices
+
+
+def positive(axis_size: Any) -> int | None:
+    if axis_size is None:
+        return None
+    try:
+        size = operator.index(axis_size)
+    except TypeError:
+        raise TypeError(
+            f"axis_size of pmap is {axis_size!r}. Give the number of replicas, an int."
+        ) from None
+    if size < 1:
+        raise ValueError(f"axis_size of pmap is {size}. Give at least 1 replica.")
+    return size
 
 
 def spec(axis: Any, name: str) -> P:
@@ -125,6 +156,9 @@ def mapped_size(
                 faults.append((i, f"is a {type(leaf).__name__}, not an array"))
                 continue
             shape = ()
+        elif getattr(getattr(leaf, "dtype", None), "kind", "") in tuple("OSUMm"):
+            faults.append((i, f"holds {leaf.dtype}, not numbers, so it is not an array of JAX"))
+            continue
         if axis is UNMAPPED:
             resolved.append(UNMAPPED)
         elif -len(shape) <= axis < len(shape):

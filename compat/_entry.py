@@ -1,10 +1,14 @@
 """One compiled form of a mapped function: for one tree of arguments, on one set of devices."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from compat import _bodies, _stats
@@ -13,6 +17,9 @@ from compat._bodies import Axes, Axis, Frame, Run
 from compat._move import give_up, moved
 from compat._processes import Border
 from meshdp import _jaxapi
+
+_NO_KEYWORDS = jtu.tree_structure({})
+_NEVER = jtu.tree_structure(0)  # arguments are a tuple
 
 
 class Devices:
@@ -54,11 +61,15 @@ class Entry:
         spares: tuple[Axis, ...] = (),
     ):
         self.treedef, self.statics = key
+        args, kwargs = self.treedef.children()
+        self.positional = args if kwargs == _NO_KEYWORDS else _NEVER
         self.user_run, self.axes, self.name = run, axes, name
         self.devices, self.donated, self.spares = devices, tuple(donated), spares
         given = name is not None
-        self.vectorised = devices.share > 1 or not isinstance(name, (str, type(None)))
-        axis = Axis(name if isinstance(name, str) else "_pmap", len(devices.devices))
+        # A spec takes the empty name for none.
+        known = name if isinstance(name, str) and name else "_pmap" if name is None else None
+        self.vectorised = devices.share > 1 or known is None
+        axis = Axis(known or "_pmap", len(devices.devices))
         shape = (axis.size, *(s.size for s in spares))
         used = int(np.prod(shape))
         grid = devices.devices if not spares else _pool(devices, used)
@@ -108,12 +119,18 @@ class Entry:
 
     def place(self, leaves: Sequence[Any], names: Names, function: str) -> list[Any]:
         """The leaves laid out as `run` wants them; what had to move is counted."""
+        refuse_deleted(leaves, names)
         out, elsewhere = moved(leaves, self.targets, self._stays if self.spares else None)
         if elsewhere:
             told = names.leaves()
             _stats.record(
                 function, [told[i] for i in elsewhere], [leaves[i] for i in elsewhere]
             )
+        times = Counter(map(id, leaves)) if self.donated else {}
+        for i in self.donated:
+            # XLA ends the process when memory is donated twice, or donated and used.
+            if times[id(leaves[i])] > 1 and isinstance(out[i], jax.Array):
+                out[i] = jnp.copy(out[i])
         return out
 
     def _stays(self, x: jax.Array) -> bool:
@@ -137,6 +154,23 @@ class Entry:
     def forget_donated(self, leaves: Sequence[Any], placed: Sequence[Any]) -> None:
         """See `give_up`: after the call, which still needs what is shared with the copy."""
         give_up([leaves[i] for i in self.donated], [placed[i] for i in self.donated])
+
+
+def refuse_deleted(leaves: Sequence[Any], names: Names) -> None:
+    """Names the arguments that an earlier call was given to keep: XLA ends the process."""
+    gone = [i for i, x in enumerate(leaves) if _is_array(x) and x.is_deleted()]
+    if gone:
+        told = names.leaves()
+        raise RuntimeError(
+            f"{len(gone)} arguments of this pmap have been deleted:\n"
+            + "\n".join(f"  `{told[i]}`: {leaves[i].aval.str_short()}" for i in gone)
+            + "\nA call with donate_argnums takes its arguments' memory. Go on with what it "
+            "returned (state = step(state, batch)), or leave donate_argnums out."
+        )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 def _pool(devices: Devices, count: int) -> list[Any]:

@@ -47,7 +47,18 @@ def shard_prng_key(key: jax.Array) -> jax.Array:
 
 def stack_forest(forest: Sequence[Any]) -> Any:
     """Stacks the leaves of trees of one structure: a list of metrics becomes a tree of
-    series."""
+    series.
+
+    **Raises:**
+
+    - `ValueError`: if there are no trees, or they differ in structure or shapes.
+    """
+    if isinstance(forest, dict) or not len(forest):
+        what = "a dict" if isinstance(forest, dict) else "no trees"
+        raise ValueError(
+            f"stack_forest was given {what}. Give a list of trees of one structure, such as "
+            "the metrics of each step."
+        )
     return jtu.tree_map(lambda *leaves: jnp.stack(leaves), *forest)
 
 
@@ -94,6 +105,8 @@ def scan_in_dim(
     `(carry, ys)`.
     """
     axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    if not axes:
+        raise ValueError("scan_in_dim was given no axis. Give at least one dimension, axis=0.")
     each = tuple(unroll) if isinstance(unroll, Sequence) else (unroll,)
     each = (1,) * (len(axes) - len(each)) + each
     front = tuple(range(len(axes)))
@@ -117,8 +130,8 @@ def scan_in_dim(
 
 def pad_shard_unpad(
     wrapped: Callable,
-    static_argnums: Sequence[int] = (0,),
-    static_argnames: Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (0,),
+    static_argnames: str | Sequence[str] = (),
     static_return: bool = False,
 ) -> Callable:
     """Makes a mapped function take batches of any size.
@@ -139,15 +152,22 @@ def pad_shard_unpad(
     device gets, so that a small last batch does not compile again.
     """
 
+    if isinstance(static_argnums, int):
+        static_argnums = (static_argnums,)
+    if isinstance(static_argnames, str):
+        static_argnames = (static_argnames,)
+
     @functools.wraps(wrapped, updated=())
     def padded(*args: Any, min_device_batch: int | None = None, **kwargs: Any) -> Any:
         batches = [a for i, a in enumerate(args) if i not in static_argnums]
         batches += [a for k, a in kwargs.items() if k not in static_argnames]
-        sizes = {np.shape(x)[0] for x in jtu.tree_leaves(batches)}
-        if len(sizes) != 1:
+        # Scalars count as -1.
+        sizes = {(*np.shape(x), -1)[0] for x in jtu.tree_leaves(batches)}
+        if len(sizes) != 1 or -1 in sizes:
+            told = ["no" if n < 0 else n for n in sorted(sizes)]
             raise ValueError(
-                f"pad_shard_unpad was given batches of {sorted(sizes)} rows. Give batches of "
-                "one size, and name the other arguments in static_argnums or static_argnames."
+                f"pad_shard_unpad was given batches of {told} rows. Give batches of one size, "
+                "and name the other arguments in static_argnums or static_argnames."
             )
         rows, devices = sizes.pop(), jax.local_device_count()
         each = max(-(-rows // devices), min_device_batch or 0)

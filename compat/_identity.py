@@ -50,6 +50,8 @@ def freeze(x: Any) -> Hashable:
     if type(x) is dict:
         return (dict, *((k, freeze(v)) for k, v in x.items()))
     hash(x)
+    if isinstance(x, float) and not x:
+        return (type(x), str(x))  # 0.0 == -0.0
     return (type(x), x)  # 1, 1.0 and True are equal, but not the same to a tracer
 
 

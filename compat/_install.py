@@ -45,6 +45,12 @@ def _colab_tpu() -> types.ModuleType:
     return module
 
 
+def _config() -> types.ModuleType:
+    module = types.ModuleType("jax.config", "Stands in for the module JAX removed.")
+    module.config = jax.config  # type: ignore[attr-defined]
+    return module
+
+
 REMOVED: dict[str, Callable] = {
     "device_put_replicated": _place.device_put_replicated,
     "device_put_sharded": _place.device_put_sharded,
@@ -61,7 +67,10 @@ REMOVED: dict[str, Callable] = {
     "tree_transpose": jtu.tree_transpose,
     "tree_unflatten": jtu.tree_unflatten,
 }
-"""What `install` puts into `jax`, besides `pmap` and `jax.tools.colab_tpu`."""
+"""What `install` puts into `jax`, besides `pmap`, `tools.colab_tpu` and `config.config`."""
+
+
+_active: list["Installed"] = []  # in the order of `install`
 
 
 class Installed:
@@ -69,11 +78,20 @@ class Installed:
 
     def __init__(self, before: list[tuple[Any, str, Any]]):
         self._before = before
+        _active.append(self)
 
     def uninstall(self) -> None:
-        """Makes `jax` what it was. A second call does nothing."""
-        while self._before:
-            where, name, value = self._before.pop()
+        """Makes `jax` what it was, unless another `install` is still wanted. A second call does
+        nothing."""
+        if self not in _active:
+            return
+        i = _active.index(self)
+        _active.remove(self)
+        if i < len(_active):
+            # Whoever installed later will restore what we found, not what we put there.
+            _active[i]._before = self._before
+            return
+        for where, name, value in reversed(self._before):
             if isinstance(where, dict):
                 where.pop(name, None) if value is _MISSING else where.update({name: value})
             elif value is _MISSING:
@@ -112,12 +130,14 @@ def install() -> Installed:
         else:
             setattr(where, name, value)
 
-    for name in ("jax.tools", "jax.tools.colab_tpu"):
+    for name in ("jax.tools", "jax.tools.colab_tpu", "jax.config"):
         before.append((sys.modules, name, sys.modules.get(name, _MISSING)))
     before.append((jax, "tools", vars(jax).get("tools", _MISSING)))
     tools = importlib.import_module("jax.tools")
     put(tools, "colab_tpu", module := _colab_tpu())
     sys.modules["jax.tools.colab_tpu"] = module
+    # For `from jax.config import config`; the attribute `jax.config` stays what it is.
+    sys.modules["jax.config"] = _config()
     put(jax, "pmap", pmap)
     for name, function in REMOVED.items():
         put(jax, name, function)

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from compat._axes import device_list
 from meshdp import _jaxapi
 
 
@@ -28,6 +30,9 @@ def _sharding(devices: Sequence[Any]) -> NamedSharding:
 
 def _stacked(rows: Sequence[Any], devices: Sequence[Any]) -> jax.Array:
     """One row on each device, without a stack of them anywhere."""
+    if any(isinstance(x, Tracer) for x in rows):
+        # Inside `jit`, where nothing has a place yet, the compiler puts each row on its device.
+        return lax.with_sharding_constraint(jnp.stack(rows), _sharding(devices))
     if _is_key(rows[0]):
         data = _stacked([jax.random.key_data(x) for x in rows], devices)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(rows[0]))
@@ -41,6 +46,26 @@ def _stacked(rows: Sequence[Any], devices: Sequence[Any]) -> jax.Array:
     shards = jax.device_put(blocks, list(devices))
     shape = (len(rows), *np.shape(rows[0]))
     return jax.make_array_from_single_device_arrays(shape, _sharding(devices), shards)
+
+
+def _refuse_strange(what: str, tree: Any) -> None:
+    """Names every leaf that is no array and no number."""
+    faults = []
+    for path, x in jtu.tree_leaves_with_path(tree):
+        try:
+            jnp.result_type(x)
+            np.shape(x)
+            known = not isinstance(x, (str, bytes, type))
+        except (TypeError, ValueError):
+            known = False
+        if not known:
+            faults.append(f"  {jtu.keystr(path) or 'the argument'} is a {type(x).__name__}")
+    if faults:
+        raise ValueError(
+            f"{what}: {len(faults)} leaves are no arrays:\n"
+            + "\n".join(faults)
+            + "\nTake them out of the tree."
+        )
 
 
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
@@ -60,12 +85,19 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
 
     - `ValueError`: if the numbers, structures, shapes or dtypes differ; all are named.
     """
-    shards, devices = list(shards), list(devices)
-    if len(shards) != len(devices) or not devices:
+    devices = device_list(devices, "device_put_sharded")
+    if not isinstance(shards, Iterable) or isinstance(shards, dict):
+        raise TypeError(
+            f"device_put_sharded was given a {type(shards).__name__} of shards. Give a list, "
+            "one shard for each device."
+        )
+    shards = list(shards)
+    if len(shards) != len(devices):
         raise ValueError(
             f"device_put_sharded was given {len(shards)} shards for {len(devices)} devices. "
             "Give one shard for each device."
         )
+    _refuse_strange("device_put_sharded", shards)
     first, tree = jtu.tree_flatten(shards[0])
     flat = []
     for i, shard in enumerate(shards):
@@ -109,11 +141,8 @@ def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
 
     - `ValueError`: if `devices` is empty.
     """
-    devices = list(devices)
-    if not devices:
-        raise ValueError(
-            "device_put_replicated was given no devices. Give jax.local_devices(), or some."
-        )
+    devices = device_list(devices, "device_put_replicated")
+    _refuse_strange("device_put_replicated", x)
     return jtu.tree_map(lambda leaf: _stacked([leaf] * len(devices), devices), x)
 
 
@@ -204,13 +233,24 @@ def prefetch_to_device(
     - `size`: batches kept on the devices; 2 lets transfer and work overlap.
     - `devices`: one for each replica; by default all of this process.
     """
-    devices = jax.local_devices() if devices is None else devices
-    batches = iter(iterator)
+    if operator.index(size) < 1:
+        raise ValueError(
+            f"prefetch_to_device was given size={size}. Give the number of batches to keep on "
+            "the devices, 1 or more; 2 lets transfer and work overlap."
+        )
+    devices = device_list(
+        jax.local_devices() if devices is None else devices, "prefetch_to_device"
+    )
+    return _prefetched(iter(iterator), size, devices)
 
+
+def _prefetched(batches: Iterator[Any], size: int, devices: Sequence[Any]) -> Iterator[Any]:
     def placed(x: Any) -> Any:
-        if len(x) != len(devices):
+        shape = np.shape(x)
+        if not shape or shape[0] != len(devices):
             raise ValueError(
-                f"prefetch_to_device was given {len(x)} rows for {len(devices)} devices. Use "
+                f"prefetch_to_device was given an array of shape {shape} for {len(devices)} "
+                "devices, but wants a row for each. Use "
                 "compat.shard(batch) first, or devices= to name fewer."
             )
         if isinstance(x, jax.Array):

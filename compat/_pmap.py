@@ -17,7 +17,7 @@ Differences from `jax.pmap`, each with a test of its own:
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from operator import attrgetter
+from operator import methodcaller
 from typing import Any, NoReturn
 
 import jax
@@ -36,9 +36,10 @@ from compat._statics import Statics
 from meshdp import _jaxapi
 from meshdp._place import local_rows
 
-_sharding_of = attrgetter("sharding")
-_flatten = jtu.tree_flatten
+_sharding_of = _jaxapi.sharding_of
+_flatten = jtu.default_registry.flatten  # `jtu.tree_flatten` without a Python function around
 _at_top_level = _jaxapi.at_top_level
+_is_deleted = methodcaller("is_deleted")
 
 
 def pmap(
@@ -91,10 +92,15 @@ def pmap(
     """
     if not callable(fun):
         raise TypeError(f"pmap expects a function as its first argument, not {fun!r}.")
-    if devices is not None and not (devices := tuple(devices)):
-        raise ValueError(
-            "devices of pmap is an empty list. Give at least one, or None for all."
-        )
+    devices = None if devices is None else _axes.device_list(devices, "pmap")
+    axis_size = _axes.positive(axis_size)
+    try:
+        hash(axis_name)
+    except TypeError:
+        raise TypeError(
+            f"axis_name of pmap is {axis_name!r}, which cannot be hashed. Give one string: a "
+            "map has one axis."
+        ) from None
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     in_axes, out_axes = _axes.spell(in_axes, "in_axes"), _axes.spell(out_axes, "out_axes")
     statics = Statics(fun, static_broadcasted_argnums, static_broadcasted_argnames)
@@ -122,17 +128,26 @@ def pmap(
         constants: Any = ()
         if split is not None:
             constants, args, kwargs = split(args, kwargs)
-        leaves, treedef = _flatten((args, kwargs))
         entry = program.last
-        if entry is not None and entry.treedef == treedef and entry.statics == constants:
+        if entry is not None and entry.statics == constants:
             # Nothing but identity comparisons between here and the compiled program: a call
             # on arguments in place must cost what `jax.jit` costs.
+            if kwargs:
+                leaves, treedef = _flatten((args, kwargs))
+                ready = entry.treedef == treedef
+            else:
+                leaves, treedef = _flatten(args)
+                ready = entry.positional == treedef
             try:
                 found = list(map(_sharding_of, leaves))
-                ready = found == entry.shardings
+                ready = ready and found == entry.shardings
             except AttributeError:  # NumPy or a tracer
                 ready = False
-            if ready and (entry.border is None or _at_top_level()):
+            if (
+                ready
+                and (entry.border is None or _at_top_level())
+                and not (_Program.donating and _cannot_run(leaves, entry))
+            ):
                 entry.shardings = found
                 try:
                     return entry.run(*leaves)
@@ -140,13 +155,14 @@ def pmap(
                     pass
                 except (NameError, NotImplementedError) as e:
                     program.reraise(e)
-        return program.call(constants, args, kwargs, leaves, treedef)
+        return program.call(constants, args, kwargs)
 
     def lower(*args: Any, **kwargs: Any) -> Lowered:
         constants, args, kwargs = statics.split(args, kwargs)
         return program.lower(constants, args, kwargs)
 
-    mapped.__wrapped__ = fun  # type: ignore[attr-defined]
+    # The program holds its function weakly, so both of these must hold it.
+    mapped.__wrapped__ = lower.__wrapped__ = fun  # type: ignore[attr-defined]
     mapped.lower = lower  # type: ignore[attr-defined]
     return mapped
 
@@ -161,8 +177,18 @@ def _addressable(x: Any) -> bool:
     return not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable
 
 
+def _cannot_run(leaves: Sequence[jax.Array], entry: Entry) -> bool:
+    """Whether an argument is deleted, or one to be donated is given twice: XLA would end the
+    process with a segmentation fault."""
+    if any(map(_is_deleted, leaves)):
+        return True
+    return bool(entry.donated) and len(set(map(id, leaves))) < len(leaves)
+
+
 class _Program:
     """All the compiled forms of one mapped function."""
+
+    donating = False  # whether any mapped function donates: if none does, nothing is deleted
 
     def __init__(
         self, get, axis_name, in_axes, out_axes, statics, donate, devices, backend, axis_size
@@ -173,8 +199,11 @@ class _Program:
         self.devices, self.backend, self.axis_size = devices, backend, axis_size
         self.entries: dict[Any, Entry] = {}
         self.last: Entry | None = None
+        if donate:
+            _Program.donating = True
 
-    def call(self, constants, args, kwargs, leaves, treedef) -> Any:
+    def call(self, constants, args, kwargs) -> Any:
+        leaves, treedef = _flatten((args, kwargs))
         if not all(map(_addressable, leaves)):
             leaves = [x if _addressable(x) else local_rows(x) for x in leaves]
             args, kwargs = jtu.tree_unflatten(treedef, leaves)
@@ -246,9 +275,11 @@ class _Program:
         """The positions of the leaves that may be given away."""
         args = treedef.children()[0].children()
         dynamic = self.statics.dynamic(constants, len(args))
+        count = len(args) + sum(isinstance(place, int) for place, *_ in constants)
+        donate = {i + count if i < 0 else i for i in self.donate}
         where, start = [], 0
         for i, arg in enumerate(args):
-            if (i if dynamic is None else dynamic[i]) in self.donate:
+            if (i if dynamic is None else dynamic[i]) in donate:
                 where += range(start, start + arg.num_leaves)
             start += arg.num_leaves
         return where

@@ -1,9 +1,16 @@
 """`python -m compat run`: an old program, unchanged."""
 
+import importlib.util
+import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+import jax
+
+from compat._install import add_hint, install
+from meshdp import _jaxapi
 
 USAGE = """\
 usage: python -m compat run [--cpu-devices N] SCRIPT [ARGS...]
@@ -15,43 +22,84 @@ Runs a program with the names that JAX removed put back and jax.pmap replaced by
 
 def main(argv: Sequence[str]) -> int:
     rest = list(argv)
-    if not rest or rest[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if rest else 2
-    if rest[0].split("=")[0] == "--cpu-devices":
-        option = rest.pop(0)
-        value = option.partition("=")[2] if "=" in option else rest.pop(0) if rest else ""
-        if not value.isdigit() or not int(value):
-            print(f"compat run: --cpu-devices wants a number of devices, not {value!r}")
+    module, decided = False, ()
+    while rest and rest[0].startswith("-") and not module:
+        option, has_value, value = rest.pop(0).partition("=")
+        if option in ("-h", "--help"):
+            print(USAGE)
+            return 0
+        if option == "--":
+            break
+        if option == "-m":
+            module = True
+        elif option == "--cpu-devices":
+            value = value if has_value else rest.pop(0) if rest else ""
+            if not value.isdecimal() or not int(value):
+                print(f"compat run: --cpu-devices wants a number of devices, not {value!r}")
+                return 2
+            decided = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES")
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", int(value))
+        else:
+            print(
+                f"compat run: there is no option {option!r}. Those of the program come after "
+                "it.\n"
+            )
+            print(USAGE)
             return 2
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", int(value))
-    module = bool(rest) and rest[0] == "-m"
-    rest = rest[module:]
     if not rest:
         print(USAGE)
         return 2
-    if not module and not Path(rest[0]).exists():
-        print(f"compat run: there is no file {rest[0]!r}. For a module write -m {rest[0]}.")
+    program = rest[0]
+    if module:
+        sys.path.insert(0, "")
+        if not _can_run(program):
+            print(f"compat run: there is no module {program!r} to run.")
+            return 2
+    elif not Path(program).exists():
+        print(f"compat run: there is no file {program!r}. For a module write -m {program}.")
         return 2
-    from compat._install import add_hint, install
-
-    before = sys.argv, sys.path[:]
-    with install():
-        sys.argv = list(rest)
-        try:
-            if module:
-                sys.path.insert(0, "")
-                runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-            else:
-                # As `python SCRIPT` does: the script's own folder comes first.
-                sys.path.insert(0, str(Path(rest[0]).resolve().parent))
-                runpy.run_path(rest[0], run_name="__main__")
-        except Exception as e:
-            add_hint(e)
-            raise
-        finally:
-            sys.argv, sys.path[:] = before
+    elif Path(program).is_dir() and not Path(program, "__main__.py").exists():
+        print(f"compat run: {program!r} is a folder without a __main__.py.")
+        return 2
+    # The whole process is the program's, with the threads and the functions registered by
+    # `atexit` that live on after its last line. So nothing is taken back.
+    install()
+    _follow_environment(decided)
+    sys.argv = rest
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            # As `python SCRIPT` does: the script's own folder comes first.
+            folder = Path(program).resolve()
+            sys.path.insert(0, str(folder if folder.is_dir() else folder.parent))
+            runpy.run_path(program, run_name="__main__")
+    except Exception as e:
+        add_hint(e)
+        raise
     return 0
+
+
+def _can_run(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _follow_environment(decided: Collection[str]) -> None:
+    """Lets the program set `JAX_...` variables before its `import jax`, as it could without us:
+    JAX reads them when it is imported, and it has been by now.
+
+    `decided`: the variables that our own options have settled.
+    """
+
+    class Environment(type(os.environ)):
+        def __setitem__(self, key: str, value: str) -> None:
+            super().__setitem__(key, value)
+            # Later, a variable is meant for the processes that the program starts.
+            if key not in decided and not _jaxapi.backend_is_up():
+                _jaxapi.set_from_environment(key, value)
+
+    os.environ.__class__ = Environment

@@ -5,11 +5,18 @@ import operator
 from collections.abc import Callable, Iterable
 
 
-def _indices(nums: int | Iterable[int]) -> tuple[int, ...]:
+def _indices(nums: int | Iterable[int], what: str) -> tuple[int, ...]:
     try:
         return (operator.index(nums),)  # type: ignore[arg-type]
     except TypeError:
+        pass
+    try:
         return tuple(map(operator.index, nums))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"{what} of pmap is {nums!r}. Give the position of an argument, an int, or a tuple "
+            "of positions."
+        ) from None
 
 
 class Statics:
@@ -20,15 +27,22 @@ class Statics:
     """
 
     def __init__(self, fun: Callable, nums: int | Iterable[int], names: str | Iterable[str]):
-        self.nums = _indices(nums)
+        self.nums = _indices(nums, "static_broadcasted_argnums")
         self.names = (names,) if isinstance(names, str) else tuple(names)
         self.parameters: list[str] = []
+        self.count: int | None = None  # of positional arguments that `fun` takes, if known
         try:
-            parameters = inspect.signature(fun).parameters.values()
+            signature = inspect.signature(fun).parameters.values()
         except (TypeError, ValueError):
             pass
         else:
-            self.parameters = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+            kinds = {p.kind for p in signature}
+            self.parameters = [p.name for p in signature if p.kind <= p.POSITIONAL_OR_KEYWORD]
+            if inspect.Parameter.VAR_POSITIONAL not in kinds:
+                self.count = len(self.parameters)
+            if inspect.Parameter.VAR_KEYWORD not in kinds:
+                self._check_names({p.name for p in signature})
+        self.nums = self._from_the_front()
         # An argument that was given by number may come by keyword, and the other way round.
         by_number = {self.parameters[i] for i in self.nums if i < len(self.parameters)}
         by_name = {i for i, name in enumerate(self.parameters) if name in self.names}
@@ -37,8 +51,34 @@ class Statics:
         self.names = tuple(sorted({*self.names, *by_number}))
         self.any = bool(self.nums or self.names)
 
+    def _check_names(self, known: set[str]) -> None:
+        strange = [name for name in self.names if name not in known]
+        if strange:
+            raise ValueError(
+                f"static_broadcasted_argnames of pmap names {strange}, but the function's "
+                f"arguments are called {sorted(known)}. Use these names."
+            )
+
+    def _from_the_front(self) -> tuple[int, ...]:
+        """`nums` with none negative, where it is known how many arguments there are."""
+        n = self.count
+        if n is None:
+            return self.nums
+        strange = [i for i in self.nums if not -n <= i < n]
+        if strange:
+            raise ValueError(
+                f"static_broadcasted_argnums of pmap holds {strange}, but the function takes "
+                f"{n} positional arguments. Count them from 0, or name them in "
+                "static_broadcasted_argnames."
+            )
+        return tuple(i % n for i in self.nums)
+
     def donated(self, nums: int | Iterable[int]) -> tuple[int, ...]:
-        donate = _indices(nums)
+        # Positions that no argument has are let pass, as `jax.pmap` does: they change nothing.
+        donate = tuple(
+            i + self.count if i < 0 and self.count is not None else i
+            for i in _indices(nums, "donate_argnums")
+        )
         both = sorted(set(donate) & set(self.nums))
         if both:
             raise ValueError(
@@ -53,7 +93,7 @@ class Statics:
             return (), args, kwargs
         n = len(args)
         where = {i + n if i < 0 else i for i in self.nums}
-        constants = [(i, type(args[i]), args[i]) for i in sorted(where) if i < n]
+        constants = [(i, type(args[i]), args[i]) for i in sorted(where) if 0 <= i < n]
         constants += [(k, type(kwargs[k]), kwargs[k]) for k in self.names if k in kwargs]
         faults = []
         for place, kind, value in constants:

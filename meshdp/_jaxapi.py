@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -213,6 +214,11 @@ def nothing_traced() -> bool:
     return src_core.trace_state_clean()
 
 
+# `x.sharding`, which is a Python property, at half its price. Raises `AttributeError` for
+# tracers and what is no array. A dispatch of 500 leaves asks 500 times.
+sharding_of = attrgetter("_sharding" if hasattr(ArrayImpl, "_sharding") else "sharding")
+
+
 def untied(x: jax.Array) -> jax.Array:
     """The same single-device array, uncommitted: JAX may mix it with arrays anywhere."""
     sharding = jax.sharding.SingleDeviceSharding(next(iter(x.devices())))
@@ -222,6 +228,19 @@ def untied(x: jax.Array) -> jax.Array:
 def backend_is_up() -> bool:
     """Whether JAX has looked for its devices already, after which their number is fixed."""
     return xla_bridge.backends_are_initialized()
+
+
+def set_from_environment(variable: str, value: str) -> None:
+    """Gives one of JAX's options the value of its environment variable (`JAX_ENABLE_X64`), as
+    `import jax` does. Does nothing for other variables."""
+    name = variable.lower()
+    if name not in jax.config.values:
+        return
+    kind = jax.config.meta[name][0]
+    if kind is bool:
+        jax.config.update(name, value.lower() in ("1", "on", "t", "true", "y", "yes"))
+    else:
+        jax.config.update(name, kind(value) if kind in (int, float) else value)
 
 
 def unsharded(x: Any) -> Any:

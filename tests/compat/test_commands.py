@@ -1,6 +1,7 @@
 """`python -m compat run|doctor`, as a person starts them."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +44,11 @@ def test_the_same_program_dies_without_us():
 
 @pytest.mark.slow
 def test_an_old_flax_script_runs_with_arguments_on_the_newest_flax():
-    done = compat("run", "--cpu-devices=8", PROGRAMS / "flax_batchnorm.py", 12)
+    done = compat("run", "--cpu-devices=8", PROGRAMS / "flax_batchnorm.py", 30)
     assert done.returncode == 0, done.stderr
     first, last = losses(done.stdout)
-    assert last < 0.9 * first
-    assert done.stdout.splitlines()[-1] == "tree 2 step 12"
+    assert last < 0.05 < 2 < first  # nats; guessing one of ten classes costs 2.3
+    assert done.stdout.splitlines()[-1] == "tree 2 step 30"
 
 
 def test_a_module_is_run_with_its_arguments(tmp_path):
@@ -74,6 +75,55 @@ def test_a_script_finds_the_modules_beside_it(tmp_path):
     assert compat("run", tmp_path / "script.py").stdout == "42\n"
 
 
+def test_the_names_stay_for_threads_and_exit_functions_that_outlive_the_script(tmp_path):
+    script = tmp_path / "outlives.py"
+    script.write_text(
+        "import atexit, jax, threading, time\n"
+        "def late(who):\n"
+        "    time.sleep(0.2)\n"
+        "    print(who, jax.tree_map(len, ['ab']), jax.pmap.__module__)\n"
+        "atexit.register(late, 'atexit')\n"
+        "threading.Thread(target=late, args=('thread',)).start()\n"
+    )
+    done = compat("run", script)
+    assert done.stdout == "thread [2] compat._pmap\natexit [2] compat._pmap\n"
+    assert done.stderr == ""
+
+
+def test_ctrl_c_reaches_the_script_and_ends_as_pythons_own(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import jax, time\n"
+        "try:\n    print('going', flush=True)\n    time.sleep(60)\n"
+        "finally:\n    print('saved', jax.tree_map(len, ['ab']))\n"
+    )
+    command = [sys.executable, "-m", "compat", "run", str(script)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "going\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (-signal.SIGINT, "saved [2]\n")
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_a_script_may_set_jaxs_variables_before_it_imports_jax(tmp_path):
+    script = tmp_path / "sets.py"
+    script.write_text(
+        "import os\n"
+        "os.environ['JAX_ENABLE_X64'] = '1'\n"
+        "os.environ['JAX_NUM_CPU_DEVICES'] = '3'\n"
+        "os.environ['JAX_NO_SUCH_OPTION'] = '1'\n"
+        "import jax, jax.numpy as jnp\n"
+        "print(jnp.ones(1).dtype, jax.device_count())\n"
+        "os.environ['JAX_ENABLE_X64'] = '0'\n"
+        "print(jnp.ones(1).dtype, os.environ['JAX_ENABLE_X64'])\n"
+    )
+    assert compat("run", script).stdout == "float64 3\nfloat64 0\n"
+    assert compat("run", "--cpu-devices", 2, script).stdout == "float64 2\nfloat64 0\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
@@ -92,6 +142,33 @@ def test_a_script_finds_the_modules_beside_it(tmp_path):
             2,
             "compat run: --cpu-devices wants a number of devices, not 'many'",
         ),
+        (
+            ["run", "--cpu-devices=²", "x.py"],
+            2,
+            "compat run: --cpu-devices wants a number of devices, not '²'",
+        ),
+        (
+            ["run", "--verbose", "x.py"],
+            2,
+            "compat run: there is no option '--verbose'. Those of the program come after it.",
+        ),
+        (
+            ["run", "--", "no.py"],
+            2,
+            "compat run: there is no file 'no.py'. For a module write -m no.py.",
+        ),
+        (["run", "-m", "os.no"], 2, "compat run: there is no module 'os.no' to run."),
+        (
+            ["run", str(PROGRAMS)],
+            2,
+            f"compat run: {str(PROGRAMS)!r} is a folder without a __main__.py.",
+        ),
+        (
+            ["run", "--help"],
+            0,
+            "usage: python -m compat run [--cpu-devices N] SCRIPT [ARGS...]",
+        ),
+        (["doctor", "jax"], 2, "compat doctor takes no arguments, not 'jax'."),
     ],
 )
 def test_a_wrong_command_line_gets_a_sentence(capsys, argv, status, words):

@@ -132,3 +132,29 @@ def test_tree_map_and_tree_multimap_take_one_tree_or_more():
     a, b = {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)}
     assert compat.tree_map(lambda x: -x, a) == {"x": -1, "y": (-2, -3)}
     assert compat.tree_multimap(lambda p, g: p + g, a, b) == {"x": 11, "y": (22, 33)}
+
+
+@pytest.mark.parametrize(("forest", "what"), [([], "no trees"), ({"loss": 1}, "a dict")])
+def test_metrics_must_be_a_list(forest, what):
+    with pytest.raises(ValueError) as e:
+        compat.get_metrics(forest)
+    assert str(e.value) == (
+        f"stack_forest was given {what}. Give a list of trees of one structure, such as the "
+        "metrics of each step."
+    )
+
+
+def test_pad_shard_unpad_names_a_batch_without_rows():
+    f = compat.pad_shard_unpad(lambda w, x: x, static_argnums=0)
+    with pytest.raises(ValueError) as e:
+        f(0, {"x": np.ones(3), "n": 3.0})
+    assert str(e.value) == (
+        "pad_shard_unpad was given batches of ['no', 3] rows. Give batches of one size, and "
+        "name the other arguments in static_argnums or static_argnames."
+    )
+
+
+def test_scan_in_dim_wants_a_dimension():
+    with pytest.raises(ValueError) as e:
+        compat.scan_in_dim(lambda c, x: (c, x), 0.0, np.ones(3), axis=())
+    assert str(e.value) == "scan_in_dim was given no axis. Give at least one dimension, axis=0."

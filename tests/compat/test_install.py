@@ -15,7 +15,8 @@ X = np.arange(8, dtype=np.float32)
 
 
 def state_of_jax():
-    tools = {k: v for k, v in sys.modules.items() if k.startswith("jax.tools")}
+    gone = ("jax.tools", "jax.config")
+    tools = {k: v for k, v in sys.modules.items() if k.startswith(gone)}
     return dict(vars(jax)), dict(vars(jtu)), tools, sys.excepthook
 
 
@@ -111,3 +112,19 @@ def test_an_uncaught_error_gets_the_same_note(installed, capsys):
     error = ValueError("Received incompatible devices for jitted computation. Got ...")
     sys.excepthook(ValueError, error, None)
     assert capsys.readouterr().err.splitlines()[-1] == HINT
+
+
+def test_installing_twice_and_undoing_in_any_order_restores_jax():
+    before = state_of_jax()
+    first, second = compat.install(), compat.install()
+    first.uninstall()
+    assert jax.pmap is compat.pmap
+    second.uninstall()
+    assert state_of_jax() == before
+
+
+def test_the_config_module_is_back(installed):
+    from jax.config import config  # pyright: ignore
+
+    assert config is jax.config
+    assert not isinstance(jax.config, type(sys))

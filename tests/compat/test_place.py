@@ -87,7 +87,8 @@ def test_what_is_replicated_may_be_donated_without_harm():
 
 def test_replicating_over_no_devices():
     assert said(compat.device_put_replicated, 1, []) == (
-        "device_put_replicated was given no devices. Give jax.local_devices(), or some."
+        "devices of device_put_replicated is an empty list. Give a list of devices, such as "
+        "jax.local_devices()."
     )
 
 
@@ -162,6 +163,47 @@ def test_prefetch_stays_ahead_by_size():
 
 def test_prefetch_of_a_batch_that_was_not_sharded():
     assert said(next, compat.prefetch_to_device([np.zeros((6, 2))], 1)) == (
-        "prefetch_to_device was given 6 rows for 8 devices. Use compat.shard(batch) first, or "
-        "devices= to name fewer."
+        "prefetch_to_device was given an array of shape (6, 2) for 8 devices, but wants a row "
+        "for each. Use compat.shard(batch) first, or devices= to name fewer."
     )
+
+
+def test_prefetch_of_no_batches_ahead():
+    # Flax yields nothing then: a training loop without a step.
+    assert said(compat.prefetch_to_device, [np.zeros((8, 2))], 0) == (
+        "prefetch_to_device was given size=0. Give the number of batches to keep on the "
+        "devices, 1 or more; 2 lets transfer and work overlap."
+    )
+
+
+def test_leaves_that_are_no_arrays_are_named():
+    tree = {"a": "text", "b": 1, "c": object}
+    assert said(compat.device_put_replicated, tree, jax.devices()) == (
+        "device_put_replicated: 2 leaves are no arrays:\n"
+        "  ['a'] is a str\n"
+        "  ['c'] is a type\n"
+        "Take them out of the tree."
+    )
+    assert said(compat.device_put_sharded, ["x"], jax.devices()[:1]) == (
+        "device_put_sharded: 1 leaves are no arrays:\n"
+        "  [0] is a str\n"
+        "Take them out of the tree."
+    )
+
+
+def test_shards_must_be_a_list():
+    with pytest.raises(TypeError) as e:
+        compat.device_put_sharded({"w": 1}, jax.devices()[:1])
+    assert str(e.value) == (
+        "device_put_sharded was given a dict of shards. Give a list, one shard for each device."
+    )
+
+
+def test_copies_and_shards_can_be_made_inside_jit():
+    devices = jax.devices()[:2]
+    x = np.arange(3, dtype=np.float32)
+    copies = jax.jit(lambda x: compat.device_put_replicated(x, devices))(x)
+    rows = jax.jit(lambda x: compat.device_put_sharded([x, 2 * x], devices))(x)
+    np.testing.assert_array_equal(copies, [x, x])
+    np.testing.assert_array_equal(rows, [x, 2 * x])
+    assert [s.data.shape for s in rows.addressable_shards] == [(1, 3)] * 2

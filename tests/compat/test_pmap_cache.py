@@ -130,3 +130,30 @@ def test_a_call_on_arguments_in_place_goes_straight_to_the_compiled_program(monk
     np.testing.assert_array_equal(f(state)["w"], X + 3)
     with pytest.raises(AssertionError, match="the slow path was taken"):
         f({"w": X})
+
+
+def test_a_call_by_keyword_goes_straight_to_the_compiled_program(monkeypatch):
+    f = compat.pmap(lambda x, y: x + y)
+    x = f(X, y=X)
+    f(x, y=x)
+    monkeypatch.setattr("compat._axes.mapped_size", None)
+    np.testing.assert_array_equal(f(x, y=x), 4 * X)
+
+
+def test_a_keyword_that_is_none_is_not_taken_for_none_given():
+    f = compat.pmap(lambda x, y=3: x if y is None else x + y)
+    x = f(X, y=None)
+    np.testing.assert_array_equal(f(x, y=None), X)
+    np.testing.assert_array_equal(f(x), X + 3)
+    np.testing.assert_array_equal(f(x, y=None), X)
+
+
+def test_zero_and_minus_zero_are_different_constants():
+    f = lambda c, x: x / c
+    signs = [compat.pmap(functools.partial(f, c))(X + 1)[0] for c in (0.0, -0.0)]
+    assert signs == [np.inf, -np.inf]
+
+
+def test_an_immediate_pmap_can_be_lowered():
+    # Nothing but `lower` holds the function any more.
+    np.testing.assert_array_equal(compat.pmap(lambda x: 2 * x).lower(X).compile()(X), 2 * X)

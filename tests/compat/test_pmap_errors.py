@@ -136,9 +136,96 @@ def test_no_rows():
     )
 
 
-def test_no_devices():
-    assert said(ValueError, compat.pmap, lambda x: x, devices=[]) == (
-        "devices of pmap is an empty list. Give at least one, or None for all."
+LIST = "Give a list of devices, such as jax.local_devices()."
+CPU = jax.devices()[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "words"),
+    [
+        (ValueError, [], f"devices of pmap is an empty list. {LIST}"),
+        (ValueError, [CPU, CPU], f"devices of pmap holds {CPU} more than once. {LIST}"),
+        (TypeError, [0, 1], f"devices of pmap holds 0, which is no device. {LIST}"),
+        (TypeError, CPU, f"devices of pmap is {CPU!r}. {LIST}"),
+    ],
+)
+def test_devices_that_are_no_list_of_devices(kind, devices, words):
+    assert said(kind, compat.pmap, lambda x: x, devices=devices) == words
+
+
+def test_axis_size_must_be_a_number_of_replicas():
+    assert said(TypeError, compat.pmap, lambda x: x, axis_size="8") == (
+        "axis_size of pmap is '8'. Give the number of replicas, an int."
+    )
+    assert said(ValueError, compat.pmap, lambda x: x, axis_size=0) == (
+        "axis_size of pmap is 0. Give at least 1 replica."
+    )
+
+
+def test_axis_name_must_be_hashable():
+    assert said(TypeError, compat.pmap, lambda x: x, ["i"]) == (
+        "axis_name of pmap is ['i'], which cannot be hashed. Give one string: a map has one "
+        "axis."
+    )
+
+
+def test_positions_and_names_of_arguments_that_there_are_not():
+    f = lambda x, y: x
+    assert said(ValueError, compat.pmap, f, static_broadcasted_argnums=(1, 2, -3)) == (
+        "static_broadcasted_argnums of pmap holds [2, -3], but the function takes 2 positional "
+        "arguments. Count them from 0, or name them in static_broadcasted_argnames."
+    )
+    assert said(ValueError, compat.pmap, f, static_broadcasted_argnames="train") == (
+        "static_broadcasted_argnames of pmap names ['train'], but the function's arguments are "
+        "called ['x', 'y']. Use these names."
+    )
+
+
+@pytest.mark.parametrize("what", ["static_broadcasted_argnums", "donate_argnums"])
+@pytest.mark.parametrize("nums", [1.5, "x"])
+def test_positions_must_be_ints(what, nums):
+    assert said(TypeError, compat.pmap, lambda x: x, **{what: nums}) == (
+        f"{what} of pmap is {nums!r}. Give the position of an argument, an int, or a tuple of "
+        "positions."
+    )
+
+
+def test_text_is_named_by_its_argument():
+    assert said(ValueError, compat.pmap(lambda batch: batch), {"names": np.array(["a"])}) == (
+        "1 leaves cannot be mapped by pmap:\n"
+        "  `batch['names']` holds <U1, not numbers, so it is not an array of JAX\n"
+        "To broadcast an argument use in_axes=(None,); what is no array goes into "
+        "static_broadcasted_argnums."
+    )
+
+
+def test_arguments_that_an_earlier_call_was_given_are_named():
+    # XLA would end the process with a segmentation fault.
+    step = compat.pmap(lambda state, x: {"w": state["w"] + x}, donate_argnums=0)
+    look = compat.pmap(lambda state: state["w"] + 1)
+    new = compat.pmap(lambda state: state["w"] + 2)
+    x = look({"w": X})
+    state = step(step({"w": X}, x), x)
+    look(state)
+    step(state, x)
+    words = (
+        "1 arguments of this pmap have been deleted:\n"
+        "  `state['w']`: float32[8]\n"
+        "A call with donate_argnums takes its arguments' memory. Go on with what it returned "
+        "(state = step(state, batch)), or leave donate_argnums out."
+    )
+    assert said(RuntimeError, step, state, x) == words
+    assert said(RuntimeError, look, state) == words
+    assert said(RuntimeError, new, state) == words
+
+
+def test_what_was_compiled_for_other_shapes_names_the_argument():
+    compiled = compat.pmap(lambda x, y: x).lower(X, X).compile()
+    assert said(ValueError, compiled, X[:4], np.int32(X)) == (
+        "This pmap was compiled for other arguments; 2 differ:\n"
+        "  `argument 0` is float32[4], not float32[8]\n"
+        "  `argument 1` is int32[8], not float32[8]\n"
+        "Lower it again for these arguments."
     )
 
 

@@ -124,3 +124,29 @@ def test_what_unreplicate_returns_mixes_with_arrays_anywhere():
     np.testing.assert_array_equal(row + jax.device_put(X, jax.devices()[0]), X + 1)
     np.testing.assert_array_equal(row + jax.device_put(X, jax.devices()[5]), X + 1)
     np.testing.assert_array_equal(row + keep(X), X + 1)
+
+
+def test_an_argument_given_twice_may_be_donated():
+    # XLA would end the process with a segmentation fault.
+    f = compat.pmap(lambda a, b: (a + b, a - b), donate_argnums=(0, 1))
+    g = compat.pmap(lambda a, b: a * b, donate_argnums=0)
+    x = keep(X)
+    for y in (x, f(keep(X), keep(X) * 0)[0], _on_another_mesh()):
+        total, zero = f(y, y)
+        np.testing.assert_array_equal(total, 2 * X)
+        np.testing.assert_array_equal(zero, 0 * X)
+    y = keep(X)
+    np.testing.assert_array_equal(g(y, y), X * X)
+
+
+def _on_another_mesh():
+    return jax.device_put(X, NamedSharding(mesh(AxisType.Auto), P("other")))
+
+
+def test_a_negative_position_is_donated():
+    f = compat.pmap(lambda a, b: a + b, donate_argnums=-1)
+    g = compat.pmap(lambda *arrays: arrays[0] + arrays[1], donate_argnums=-1)
+    for h in (f, g):
+        a, b = keep(X), keep(X)
+        np.testing.assert_array_equal(h(a, b), 2 * X)
+        assert (a.is_deleted(), b.is_deleted()) == (False, True)

@@ -116,3 +116,8 @@ def test_an_axis_name_may_be_any_object():
     axis = object()
     out = compat.pmap(lambda x: lax.psum(x, axis), axis)(np.arange(4, dtype=np.float32))
     np.testing.assert_array_equal(out, [6.0] * 4)
+
+
+def test_an_axis_name_may_be_empty():
+    out = compat.pmap(lambda x: lax.psum(x, ""), "")(np.arange(4, dtype=np.float32))
+    np.testing.assert_array_equal(out, [6.0] * 4)

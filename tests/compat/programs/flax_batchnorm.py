@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import jax_utils, linen as nn
+from flax import jax_utils
+from flax import linen as nn
 from flax.training import common_utils, train_state
 
 
 class CNN(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Conv(4, (3, 3))(x)
+        x = nn.Conv(16, (3, 3))(x)
         x = nn.BatchNorm(use_running_average=not train, axis_name="batch")(x)
         x = nn.relu(x).mean((1, 2))
         return nn.Dense(10)(x)
@@ -25,10 +26,11 @@ class TrainState(train_state.TrainState):
 
 
 def batches(n):
+    colors = np.random.RandomState(1).normal(size=(10, 1, 1, 8))  # one for each class
     rng = np.random.RandomState(jax.host_id())
     for _ in range(n):
         y = rng.randint(0, 10, 32)
-        x = rng.normal(size=(32, 6, 6, 1)) + y[:, None, None, None]
+        x = rng.normal(size=(32, 6, 6, 8)) + colors[y]
         yield common_utils.shard({"x": x.astype(np.float32), "y": y})
 
 
@@ -47,10 +49,8 @@ def train_step(state, batch):
 
 
 def main(steps):
-    variables = CNN().init(jax.random.PRNGKey(0), jnp.ones((1, 6, 6, 1)), False)
-    state = TrainState.create(
-        apply_fn=CNN().apply, tx=optax.adam(0.05), **variables
-    )
+    variables = CNN().init(jax.random.PRNGKey(0), jnp.ones((1, 6, 6, 8)), False)
+    state = TrainState.create(apply_fn=CNN().apply, tx=optax.adam(0.05), **variables)
     state = jax_utils.replicate(state)
     history = []
     for batch in jax_utils.prefetch_to_device(batches(steps), 2):
