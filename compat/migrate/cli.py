@@ -2,6 +2,7 @@
 
 import argparse
 import concurrent.futures
+import contextlib
 import difflib
 import multiprocessing
 import os
@@ -9,7 +10,8 @@ import pathlib
 import re
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from compat.migrate._check import check_source
 from compat.migrate._fix import fix_source
@@ -192,13 +194,27 @@ def _map(function, jobs):
         return
     # Not fork: whoever calls us may have started JAX, whose threads do not survive it.
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_ignore_ctrl_c)
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context)
     try:
-        yield from pool.map(function, jobs, chunksize=8)
+        with _ignoring_ctrl_c():
+            results = pool.map(function, jobs, chunksize=8)
+        yield from results
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _ignore_ctrl_c() -> None:
-    # The terminal sends it to all of us; it is for the one that writes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextlib.contextmanager
+def _ignoring_ctrl_c() -> Iterator[None]:
+    """Processes started here ignore Ctrl-C, which the terminal sends to all of us.
+
+    It is for the one that writes. What is ignored at the start of a process stays so, also
+    while it still imports.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

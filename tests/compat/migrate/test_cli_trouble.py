@@ -64,12 +64,12 @@ def test_ctrl_c_ends_without_a_traceback(folder, capsys, monkeypatch):
 
 
 def test_ctrl_c_reaches_the_one_that_writes_and_not_its_helpers():
+    ask = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     before = signal.getsignal(signal.SIGINT)
-    try:
-        cli._ignore_ctrl_c()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with cli._ignoring_ctrl_c():
+        helper = subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert helper.communicate()[0].strip() == b"True"
 
 
 def test_a_reader_that_leaves_is_no_error(folder):
