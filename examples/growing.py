@@ -3,7 +3,7 @@
     python examples/growing.py [--axis data] [--plot growing.png]
 
 Takes about half a minute, on eight CPU devices where there is no accelerator; those share the
-cores, so there the time of a step rises a little, where accelerators make it fall. Each size
+cores, so there the time of a step rises, where accelerators make it fall. Each size
 is verified against the one before. Without matplotlib there is no plot.
 """
 
