@@ -183,6 +183,12 @@ class Distributed:
         return program.jitted.lower(shapes, batch_arrays, args_arrays)
 
     def _prepare(self, state, batch, args):
+        if not _jaxapi.nothing_traced():
+            raise TypeError(
+                f"{self._name()} is a step on a mesh and was called inside jit, grad, vmap or "
+                "a loop of JAX. Call it from plain Python, where it is compiled by itself; "
+                "step.lower(state, batch) has its program and the shapes of what it returns."
+            )
         last = self._last
         arrays, s = _tree.split(state, "state", like=last and last.state)
         numbers = _tree.is_array_or_number
@@ -311,6 +317,15 @@ def distributed(
     if inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step):
         raise TypeError(
             f"{step.__qualname__} must be a plain function, so that JAX can trace it."
+        )
+    if (
+        inspect.isfunction(step)
+        and next(iter(inspect.signature(step).parameters), "") == "self"
+    ):
+        raise TypeError(
+            f"{step.__qualname__} is a method, and a step has the state as its first argument. "
+            "Decorate the bound method, in __init__: "
+            f"self.{step.__name__} = meshdp.distributed(self.{step.__name__})."
         )
     return Distributed(step, mesh=mesh, layout=layout, batch=batch, donate=donate)
 

@@ -123,6 +123,8 @@ def structure(treedef, positions: tuple[int, ...], leaves, tree: Any, name: str)
     """The structure of a tree whose data are the leaves at `positions`."""
     taken = set(positions)
     static = tuple((i, x) for i, x in enumerate(leaves) if i not in taken)
+    if any(_arrays_within(x) for _, x in static):
+        _refuse_opaque(tree, name)
     try:
         return Structure(treedef, positions, static)
     except TypeError:
@@ -139,6 +141,26 @@ def _pick(leaves, positions):
     if len(positions) == 1:
         return [leaves[positions[0]]]
     return list(itemgetter(*positions)(leaves)) if positions else []
+
+
+def _arrays_within(x) -> list[str]:
+    """The attributes of a leaf that are arrays of JAX, which JAX itself does not see."""
+    if callable(x):
+        return []
+    return [k for k, v in getattr(x, "__dict__", {}).items() if isinstance(v, jax.Array)]
+
+
+def _refuse_opaque(tree, name):
+    problems = [
+        f"  {name}{jtu.keystr(path)}: a {type(x).__name__}, with {', '.join(_arrays_within(x))}"
+        for path, x in jtu.tree_leaves_with_path(tree)
+        if _arrays_within(x)
+    ]
+    raise ValueError(
+        "JAX does not look into these objects, whose arrays would be constants of the program:"
+        "\n" + "\n".join(problems) + "\nMake each class a pytree: an equinox.Module, or "
+        "@jax.tree_util.register_dataclass on a dataclass."
+    )
 
 
 def _refuse_unhashable(tree, name, taken):

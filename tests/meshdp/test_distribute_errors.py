@@ -62,6 +62,35 @@ def test_a_coroutine_or_a_generator_is_refused():
     ]
 
 
+def test_a_method_is_refused_where_it_is_decorated():
+    class Trainer:
+        def train(self, w, x):
+            return w, x
+
+    name = "test_a_method_is_refused_where_it_is_decorated.<locals>.Trainer.train"
+    assert words(TypeError, meshdp.distributed, Trainer.train) == (
+        f"{name} is a method, and a step has the state as its first argument. Decorate the "
+        "bound method, in __init__: self.train = meshdp.distributed(self.train)."
+    )
+    step = meshdp.distributed(Trainer().train)
+    assert step(jnp.zeros(1), X)[0].shape == (1,)
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda w: f(w).sum())]
+)
+def test_a_step_inside_a_transformation_is_refused(transform):
+    def train(w, x):
+        return w, x
+
+    step = step_on(train)
+    assert words(TypeError, transform(lambda w: step(w, X)[0]), jnp.zeros(1)) == (
+        "train is a step on a mesh and was called inside jit, grad, vmap or a loop of JAX. "
+        "Call it from plain Python, where it is compiled by itself; step.lower(state, batch) "
+        "has its program and the shapes of what it returns."
+    )
+
+
 def test_there_is_no_mesh_before_a_state_has_been_seen():
     def train(w, x):
         return w, x
@@ -207,6 +236,25 @@ def test_leaves_that_can_be_neither_given_nor_compiled_for_are_named():
     assert words(ValueError, step, {"w": jnp.zeros(1)}, X, {"a"}).splitlines()[1] == (
         "  argument 2: a set"
     )
+
+
+class Opaque:
+    def __init__(self, w):
+        self.w, self.name = w, "opaque"
+
+
+def test_arrays_inside_objects_that_jax_does_not_look_into_are_named():
+    says = (
+        "JAX does not look into these objects, whose arrays would be constants of the program:"
+        "\n  state['a']: a Opaque, with w\n"
+        "Make each class a pytree: an equinox.Module, or @jax.tree_util.register_dataclass on "
+        "a dataclass."
+    )
+    step = step_on(lambda s, x: (s, Opaque(x)))
+    make = lambda: {"a": Opaque(jnp.zeros(1)), "b": jnp.zeros(1)}
+    assert words(ValueError, step, make(), X) == says
+    assert words(ValueError, step.init, make) == says
+    assert words(ValueError, step, jnp.zeros(1), X) == says.replace("state['a']", "aux")
 
 
 def test_a_batch_that_does_not_divide_says_by_how_much():
