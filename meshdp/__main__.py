@@ -1,6 +1,7 @@
 """`python -m meshdp COMMAND`: the commands, each in a module of its own."""
 
 import importlib
+import os
 import sys
 
 # name -> the module with a `main(arguments) -> exit status`, and what it does.
@@ -26,4 +27,10 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == 130:
+        # Stopped by Ctrl-C, perhaps while XLA compiles: taken down under its threads, JAX can
+        # end in a segmentation fault.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -114,6 +114,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _number(text: str, least: int) -> int:
+    if text.isdigit() and len(text) > 18:  # beyond int64 there are no PRNG keys
+        raise argparse.ArgumentTypeError(f"{text!r} has more than 18 digits")
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
     return int(text)

@@ -55,6 +55,13 @@ def start(*flags, **options):
             ),
         ),
         (
+            ["demo", "--seed", "9" * 19],
+            (
+                "python -m meshdp demo: argument --seed: '9999999999999999999' has more than "
+                "18 digits; --help lists the flags."
+            ),
+        ),
+        (
             ["demo", "--accumulate"],
             (
                 "python -m meshdp demo: argument --accumulate: expected one argument; "
