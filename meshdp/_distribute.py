@@ -364,6 +364,8 @@ def check_options(mesh: Any, layout: Any, batch: Any) -> None:
 def describe(x: Any) -> str:
     if isinstance(x, tuple):
         return f"a tuple of {len(x)}"
+    if _tree.is_array(x):
+        return f"an array of shape {x.shape}"
     return f"a {type(x).__name__}"
 
 

@@ -25,9 +25,8 @@ def checked(out: Any, name: str) -> tuple[Mean, dict[str, Mean]]:
         mean, aux = out
     problems = []
     if not isinstance(mean, Mean):
-        what = f"an array of shape {mean.shape}" if hasattr(mean, "shape") else describe(mean)
         problems.append(
-            f"  the loss is {what}; return meshdp.Mean.of(losses, mask), with one loss per "
+            f"  the loss is {describe(mean)}; return meshdp.Mean.of(losses, mask), with one loss per "
             "example or token, so that sums and weights can be added up before dividing"
         )
         aux = {} if not isinstance(aux, dict) else aux

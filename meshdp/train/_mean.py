@@ -34,7 +34,8 @@ class Mean(eqx.Module):
         - `mask`: `None`, or an array that broadcasts to the shape of `values` without adding
             dimensions in front: `[batch]` weighs whole examples of values `[batch, tokens]`.
             Booleans or numbers. Where it is 0, `values` may be anything, NaN included, and
-            get no gradient.
+            get no gradient. (The model's input may not: on the way back 0 times a NaN is one,
+            so pad with rows that were really seen, as `pad_batch` does.)
 
         **Raises:**
 
