@@ -81,8 +81,8 @@ LOSSES = {
     "aux_of_other_things": (
         lambda x: (Mean.of(x), {"norm": x.mean(), "loss": Mean.of(x), "n": Mean(x, 1.0)}),
         (
-            "the auxiliary 'norm' is an array of shape (); make it a meshdp.Mean too, since each device "
-            "has only its own examples\n"
+            "the auxiliary 'norm' is an array of shape (); make it a meshdp.Mean too, since "
+            "each device has only its own examples\n"
             "  the auxiliary 'loss' has the name of a metric; rename it\n"
             "  the total of 'n' is float32[4], not a real scalar; Mean.of(values, mask) sums "
             "for you"
@@ -143,8 +143,9 @@ def test_what_is_no_training_state_is_refused():
     assert words(TypeError, step, {"w": np.ones(4)}, {"x": X}) == (
         "This step takes a TrainState, not a dict. Make one with step.init(make_model, key)."
     )
-    assert words(TypeError, step.gradients, state.model, {"x": X}).startswith(
-        "This step takes a TrainState, not a "
+    assert words(TypeError, step.gradients, state.model, {"x": X}) == (
+        "This step takes a TrainState, not an array of shape (4,). Make one with "
+        "step.init(make_model, key)."
     )
 
 
