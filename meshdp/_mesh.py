@@ -3,7 +3,7 @@
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -227,6 +227,11 @@ def _slices_per_axis(
     sizes: Mapping[str, int], groups: Mapping[int, int], slices: Slices, what: str
 ) -> dict[str, int]:
     """How many slices lie along each axis; their product is the number of slices."""
+    if not isinstance(slices, Iterable):
+        raise TypeError(
+            f"slices={slices!r}: expected the name of an axis, several names, or a mapping "
+            'from names to numbers of slices. Write slices={"data": 2}.'
+        )
     names = [slices] if isinstance(slices, str) else list(slices)
     unknown = [name for name in names if name not in AXES]
     if unknown:

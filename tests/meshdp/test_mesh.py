@@ -307,6 +307,15 @@ def test_slices_along_an_unknown_axis_are_an_error():
     )
 
 
+def test_a_number_of_slices_without_an_axis_is_an_error():
+    with pytest.raises(TypeError) as e:
+        make_mesh(slices=2)
+    assert str(e.value) == (
+        "slices=2: expected the name of an axis, several names, or a mapping from names to "
+        'numbers of slices. Write slices={"data": 2}.'
+    )
+
+
 def test_more_slices_than_there_are_is_an_error():
     assert message(slices={"data": 2}) == (
         "slices={'data': 2} does not fit: there is 1 process, so the numbers of slices along "
