@@ -34,13 +34,14 @@ from .train import make_train_step
 
 AXES = ("data", "fsdp", "tensor")  # those that the demo uses
 CPU_DEVICES = 8
+MOST_CPU_DEVICES = 256  # beyond, JAX takes minutes to start
 STEPS = 120
 BATCH = 32  # examples per step (global), or the next number that divides
 CONTEXT = 128  # bytes per example
 WIDTH = 128
 HEADS = 4
 PEAK_RATE = 3e-3
-HELD_OUT = 128  # examples that measure the loss before and after
+HELD_OUT = 128  # examples that measure the loss before and after, or the next number, too
 BLOCK = 2**14  # bytes; every tenth block of the text is held out
 SAMPLE = 240  # bytes to generate
 
@@ -186,7 +187,8 @@ def run(flags: argparse.Namespace) -> None:
     print(f"mesh: {used}, {mesh.devices.size} {device.platform} devices; ", end="")
     print(f"accumulate={flags.accumulate}, JAX {_jaxapi.VERSION}", flush=True)
 
-    exam = next(batches(held_out, flags.seed, HELD_OUT))
+    ways = sizes["data"] * sizes["fsdp"]
+    exam = next(batches(held_out, flags.seed, math.ceil(HELD_OUT / ways) * ways))
     before = evaluate(gpt.loss_fn, state.model, exam, mesh)
     print(f"held-out loss: {before:.3f} before", flush=True)
 
@@ -269,7 +271,8 @@ def open_mesh(sizes: dict[str, int] | None) -> jax.sharding.Mesh:
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not forced and not _jaxapi.backend_is_up():
         # Says nothing about other platforms: where there are accelerators, they are used.
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES if count < 0 else count)
+        number = CPU_DEVICES if count < 0 else min(count, MOST_CPU_DEVICES)
+        jax.config.update("jax_num_cpu_devices", number)
     devices = jax.devices()
     if devices[0].platform != "cpu":
         # Their default precision would differ more between layouts than the proof allows.

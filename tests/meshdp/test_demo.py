@@ -252,9 +252,19 @@ def test_the_demo_learns_real_text_and_proves_its_step_right(tmp_path):
     assert re.search(r"^tensor +all-reduce +\d+ ", out, re.M)
 
 
+def test_devices_that_are_too_many_to_force_are_told_with_a_number_that_works():
+    run = start("--mesh", "data=100000")
+    _, err = run.communicate(timeout=60)
+    assert err == (
+        "python -m meshdp demo: argument --mesh: data=100000, but there are 256 devices; "
+        "nearest that works: data=256.\n"
+    )
+    assert run.returncode == 2
+
+
 @pytest.mark.slow
-def test_ctrl_c_ends_the_demo_with_one_line():
-    with start("--steps", "500", "--mesh", "data=2") as run:
+def test_ctrl_c_ends_the_demo_with_one_line_on_a_number_of_devices_that_divides_nothing():
+    with start("--steps", "500", "--mesh", "data=3") as run:
         for line in run.stdout:
             if line.startswith("step"):
                 break
