@@ -26,8 +26,9 @@ def checked(out: Any, name: str) -> tuple[Mean, dict[str, Mean]]:
     problems = []
     if not isinstance(mean, Mean):
         problems.append(
-            f"  the loss is {describe(mean)}; return meshdp.Mean.of(losses, mask), with one loss "
-            "per example or token, so that sums and weights can be added up before dividing"
+            f"  the loss is {describe(mean)}; return meshdp.Mean.of(losses, mask), with one "
+            "loss per example or token, so that sums and weights can be added up before "
+            "dividing"
         )
         aux = {} if not isinstance(aux, dict) else aux
     if not isinstance(aux, dict):
