@@ -165,3 +165,24 @@ def test_the_state_of_fsdp_takes_a_share_of_the_memory():
     batch, whole = ROWS * D * 4, LAYERS * SCALE
     held = program.memory_analysis().argument_size_in_bytes
     assert held < WEIGHTS / 8 + whole + batch / 8 + 1024
+
+
+def test_a_weight_that_is_used_often_is_gathered_once():
+    def apply(w, x):
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return x
+
+    _, found = compiled((lambda key: jnp.ones((D, D)), apply), FSDP)
+    assert [c.kind for c in found] == ["all-gather", "reduce-scatter"]
+
+
+def test_a_loop_in_python_over_a_stack_gathers_one_layer_at_a_time():
+    def apply(p, x):
+        for i in range(LAYERS):
+            x = jnp.tanh(x @ p["up"][i]) @ p["down"][i] * p["scale"][i][None]
+        return x
+
+    _, found = compiled((stacked, apply), FSDP)
+    assert {c.bytes for c in found if c.kind == "all-gather"} == {UP / 8}
+    assert {c.bytes for c in found if c.kind == "reduce-scatter"} == {UP}
