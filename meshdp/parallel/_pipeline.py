@@ -4,6 +4,11 @@ One `shard_map` in which each device works on its own layers and hands the resul
 differentiating it gives the backward pipeline. All devices compute in every tick, on real data
 even when the result is thrown away: layers may hold collectives over other axes, which all
 devices must reach together.
+
+Not the shifted buffer of GSPMD (a roll of an array split over `"stage"`): on eight CPU devices
+`tests/benchmarks/pipeline_forms.py` gave our form 0.84 to 0.97 of its time, the same memory
+within 12 %, 0.4 of its permuted bytes, and one reduction of the weight gradients over `"data"`
+at the end where the partitioner puts one into every tick (0.5 against 5.8 MB).
 """
 
 from collections.abc import Callable
