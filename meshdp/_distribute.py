@@ -93,7 +93,8 @@ class Distributed:
         kept: list[_tree.Structure] = []
 
         def make(arrays):
-            out, structure = _tree.split(make_state(*given.join(arrays)), "state")
+            state = self.with_arrays(make_state(*given.join(arrays)))
+            out, structure = _tree.split(state, "state")
             kept[:] = [structure]
             return list(map(_tree.strong, out))
 
@@ -115,6 +116,7 @@ class Distributed:
 
         Leaves that are not arrays get `None`. Nothing is allocated.
         """
+        state = self.with_arrays(state)
         arrays, structure = _tree.split(state, "state")
         self._choose_mesh(arrays)
         out: list[Any] = [None] * (len(structure.positions) + len(structure.static))
@@ -123,6 +125,13 @@ class Distributed:
         ):
             out[i] = s
         return jtu.tree_unflatten(structure.treedef, out)
+
+    def with_arrays(self, state: Any) -> Any:
+        """The state as the step sees it: its Python numbers are arrays, as in `jax.jit`.
+
+        Those of an `equinox.Module` are its settings, and stay. So does a state of arrays.
+        """
+        return _tree.numbers_as_arrays(state, "state")
 
     def _state_shardings(self, structure: _tree.Structure, shapes) -> list[NamedSharding]:
         tree = structure.join(shapes)
@@ -191,6 +200,9 @@ class Distributed:
             )
         last = self._last
         arrays, s = _tree.split(state, "state", like=last and last.state)
+        if last is None or s is not last.state:
+            state = self.with_arrays(state)
+            arrays, s = _tree.split(state, "state", like=last and last.state)
         numbers = _tree.is_array_or_number
         rows, b = _tree.split(batch, "batch", dynamic=numbers, like=last and last.batch)
         if not args:
@@ -279,9 +291,9 @@ def distributed(
     **Arguments:**
 
     - `step`: any function `step(state, batch, *args) -> (state, aux)`. The state may be any
-        pytree. Its arrays, and the arrays and numbers of the other arguments, are traced;
-        every other leaf (functions, strings, flags) is static, and only a change of those, or
-        of a shape or dtype, compiles anew.
+        pytree. Its arrays and numbers, and those of the other arguments, are traced; every
+        other leaf (functions, strings, flags, the numbers in an `equinox.Module` of the state)
+        is static, and only a change of those, or of a shape or dtype, compiles anew.
     - `mesh`: from `make_mesh`, or any other, whose axes are then taken as `Auto`. If `None`,
         all devices go on `"data"` when twice the state
         fits in the memory of one, else on `"fsdp"`; a line logged by `"meshdp"` says which.

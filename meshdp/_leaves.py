@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from ._layout import check_specs, path_str
+from ._tree import is_number
 
 
 class Leaves:
@@ -121,11 +122,6 @@ class Leaves:
 def is_array(x: Any) -> bool:
     # float0 is the gradient of an integer: it holds nothing.
     return isinstance(x, (jax.Array, np.ndarray, np.generic)) and x.dtype != jax.dtypes.float0
-
-
-def is_number(x: Any) -> bool:
-    """Whether a leaf is a Python number; a `bool` is a flag."""
-    return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 
 
 def counted(leaves: Sequence[Any]) -> str:

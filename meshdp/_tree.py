@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
@@ -25,6 +27,33 @@ def is_number(x: Any) -> bool:
 
 def is_array_or_number(x: Any) -> bool:
     return is_array(x) or is_number(x)
+
+
+def numbers_as_arrays(tree: Any, name: str) -> Any:
+    """The tree with its Python numbers as arrays of NumPy, of the dtype that JAX gives them.
+
+    Those of an `equinox.Module` are its settings, which it reads in Python, and stay.
+    """
+    within = lambda x: isinstance(x, eqx.Module)
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=within)
+    where = [i for i, x in enumerate(leaves) if is_number(x)]
+    if not where:
+        return tree
+    problems = []
+    for i in where:
+        dtype = jnp.result_type(leaves[i])
+        try:
+            leaves[i] = np.asarray(leaves[i], dtype)
+        except OverflowError:
+            path, x = jtu.tree_leaves_with_path(tree, is_leaf=within)[i]
+            problems.append(f"  {name}{jtu.keystr(path)}: {x} is out of the range of {dtype}")
+    if problems:
+        raise ValueError(
+            "These Python numbers cannot be arrays:\n"
+            + "\n".join(problems)
+            + '\nMake each smaller, or set jax.config.update("jax_enable_x64", True).'
+        )
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 def strong(x: Any) -> Any:

@@ -122,7 +122,7 @@ def _whole(tree, one: NamedSharding):
 
 
 def _plain_pairs(step, state, batch, args, copy, one: NamedSharding):
-    arrays, structure = _tree.split(_whole(state, one), "state")
+    arrays, structure = _tree.split(_whole(step.with_arrays(state), one), "state")
     numbers = _tree.is_array_or_number
     given, others = _tree.split(_whole((batch, args), one), "arguments", dynamic=numbers)
     have = step(copy, batch, *args)

@@ -134,7 +134,7 @@ def fit(
         checkpoint = Checkpoints(checkpoint)
     run = Run(
         step,
-        state,
+        step.with_arrays(state),
         batches,
         steps=steps,
         checkpoints=checkpoint,

@@ -298,6 +298,7 @@ def _argument_names(step: Any, args: Sequence[Any]) -> list[str] | None:
     for k, arg in enumerate(args):
         dynamic = _tree.is_array_or_number if k else _tree.is_array
         title = ("state", "batch")[k] if k < 2 else f"args[{k - 2}]"
+        arg = arg if k else step.with_arrays(arg)
         _, structure = _tree.split(arg, title, dynamic=dynamic)
         names += [title + path for path in structure.paths()]
     return names

@@ -84,6 +84,10 @@ class TrainStep(Distributed):
 
         return super().init(make, key, *args)
 
+    def with_arrays(self, state: TrainState) -> TrainState:
+        """As it is: the numbers of a model are its settings."""
+        return state
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step: `(state, metrics)`, both still on the devices."""
         if len(self._recent) == 2:

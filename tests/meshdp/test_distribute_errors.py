@@ -1,5 +1,6 @@
 """What `distributed` and its steps say when they cannot do as asked."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,16 +145,9 @@ CHANGES = {
         lambda s: {**s, "b": 1.5, "w": "lost"},
         "  state['b']: was float32[2], is float32[]\n  state['w']: was float32[4, 2], is a str",
     ),
-    "number_that_counts": (
-        lambda s: {**s, "n": s["n"] + 1},
-        (
-            "  state['n']: the Python number 3 became the Python number 4, and would compile "
-            "the step anew each time; make it an array, jnp.asarray(3)"
-        ),
-    ),
-    "number_that_becomes_an_array": (
-        lambda s: {**s, "n": s["n"] + jnp.int32(1)},
-        "  state['n']: the Python number 3 became int32[]; make it an array, jnp.asarray(3)",
+    "number_of_another_dtype": (
+        lambda s: {**s, "n": s["n"] + 0.5},
+        "  state['n']: was int32[], is float32[]",
     ),
     "number_that_becomes_none": (
         lambda s: {**s, "n": None},
@@ -180,6 +174,36 @@ def test_a_state_that_cannot_be_the_next_is_described_leaf_by_leaf(case):
     change, faults = CHANGES[case]
     message = words(ValueError, step_on(lambda s, x: (change(s), None)), STATE, X)
     assert message == HEAD.format(faults.count("\n") + 1) + faults + TAIL
+
+
+class Setting(eqx.Module):
+    n: int
+
+
+@pytest.mark.parametrize(
+    "more, became",
+    [
+        (1, "the Python number 4, and would compile the step anew each time"),
+        (jnp.int32(1), "int32[]"),
+    ],
+    ids=["number", "array"],
+)
+def test_a_number_in_a_module_is_a_setting_and_does_not_count(more, became):
+    step = step_on(lambda s, x: (Setting(s.n + more), None))
+    assert words(ValueError, step, Setting(3), X) == (
+        f"{HEAD.format(1)}  state.n: the Python number 3 became {became}; make it an array, "
+        f"jnp.asarray(3){TAIL}"
+    )
+
+
+def test_numbers_that_no_array_can_hold_are_named():
+    step = step_on(lambda s, x: (s, None))
+    assert words(ValueError, step, {"a": 2**40, "b": [1, -(2**33)], "c": 1}, X) == (
+        "These Python numbers cannot be arrays:\n"
+        "  state['a']: 1099511627776 is out of the range of int32\n"
+        "  state['b'][1]: -8589934592 is out of the range of int32\n"
+        'Make each smaller, or set jax.config.update("jax_enable_x64", True).'
+    )
 
 
 def test_a_structure_that_differs_in_what_has_no_path_is_printed():

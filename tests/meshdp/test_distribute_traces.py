@@ -51,7 +51,8 @@ SAME = {
         {"config": Config("a", 0.1, True)},
         {"config": Config("a", 0.1, True)},
     ],
-    "a_number_that_stays": [{"n": 3}, {"n": 3}],
+    "a_number": [{"n": 3}, {"n": 4}],
+    "a_number_and_an_array": [{"n": 3}, {"n": jnp.int32(4)}],
 }
 
 
@@ -75,7 +76,7 @@ OTHER = {
     "a_string": ({"mode": "train"}, {"mode": "eval"}),
     "a_flag": ({"flag": True}, {"flag": False}),
     "a_flag_that_equals_a_number": ({"flag": True}, {"flag": 1}),
-    "a_number": ({"n": 3}, {"n": 4}),
+    "a_number_in_a_module": ({"c": Config("a", 1.0, True)}, {"c": Config("a", 2.0, True)}),
     "an_integer_that_becomes_a_float": ({"n": 3}, {"n": 3.0}),
     "a_static_field": ({"c": Config("a", 1.0, True)}, {"c": Config("b", 1.0, True)}),
     "a_flag_in_a_module": ({"c": Config("a", 1.0, True)}, {"c": Config("a", 1.0, False)}),

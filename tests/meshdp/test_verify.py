@@ -19,15 +19,30 @@ def mesh():
     return meshdp.make_mesh(data=2, fsdp=4)
 
 
-def test_a_number_of_the_state_that_the_step_is_compiled_for_stays_one(mesh):
-    def repeat(state, batch):
-        weights = state["w"]
-        for _ in range(state["times"]):
-            weights = weights @ weights
-        return {**state, "w": weights}, batch["x"].sum()
+class Power(eqx.Module):
+    w: jax.Array
+    times: int
 
-    state = {"w": jnp.eye(8), "times": 2}
+
+def test_a_number_of_a_module_that_the_step_is_compiled_for_stays_one(mesh):
+    def repeat(state, batch):
+        w = state.w
+        for _ in range(state.times):
+            w = w @ w
+        return Power(w, state.times), batch["x"].sum()
+
+    state = Power(jnp.eye(8), 2)
     assert verify(meshdp.distributed(repeat, mesh=mesh), state, BATCH).leaves == 3
+
+
+def test_a_number_of_a_state_is_one_of_its_arrays(mesh):
+    def step(state, batch):
+        w = state["w"] * state["decay"] ** state["step"] + batch["x"].mean()
+        return {**state, "w": w, "step": state["step"] + 1}, w.sum()
+
+    state = {"w": jnp.eye(8), "decay": 0.3, "step": 3}
+    parity = verify(meshdp.distributed(step, mesh=mesh), state, BATCH)
+    assert (parity.leaves, parity.worst < 1e-5) == (4, True)
 
 
 def test_a_number_given_to_a_step_has_no_type_of_its_own_on_one_device_either(mesh):
