@@ -11,8 +11,8 @@ from ._megatron import megatron as megatron
 from ._megatron import mlp as mlp
 from ._megatron import self_attention as self_attention
 from ._one_f_one_b import pipeline_loss as pipeline_loss
-from ._pipeline import bubble as bubble
 from ._pipeline import pipeline as pipeline
+from ._schedule import bubble as bubble
 from ._tensor import columns as columns
 from ._tensor import cross_entropy as cross_entropy
 from ._tensor import embed as embed

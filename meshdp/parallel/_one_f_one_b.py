@@ -15,6 +15,7 @@ from .. import _jaxapi
 from ..train import Mean
 from ._axes import EXAMPLES, here, manually, refuse_manual, some
 from ._pipeline import AXIS, Layer, at, check, choose, empty, onward, run_layers
+from ._schedule import BACK, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,8 @@ def _forward(plan: _Plan, learned, fixed, batch):
         (specs, specs, rows),
         ((P(), P()), specs),
     )
-    return run(learned, fixed, batch)
+    with jax.named_scope(Schedule("pipeline_loss", plan.stages, plan.microbatches).scope):
+        return run(learned, fixed, batch)
 
 
 def _backward(plan: _Plan, grads, d):
@@ -190,9 +192,10 @@ def _per_device(plan: _Plan, learned, fixed, batch):
         mine = choose(busy, (d_first, d_layers), zeros((d_first, d_layers)))
         return choose(busy, d_x, nothing), jax.tree.map(jnp.add, grads, mine)
 
-    returned = lambda tree: jax.tree.map(
-        lambda x: lax.ppermute(x, AXIS, [(i, i - 1) for i in range(1, p)]), tree
-    )
+    @jax.named_scope(BACK)
+    def returned(tree):
+        pairs = [(i, i - 1) for i in range(1, p)]
+        return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
 
     def fill(carry, t):
         got, kept = carry

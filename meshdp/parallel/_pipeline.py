@@ -21,22 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _jaxapi
 from ._axes import EXAMPLES, here, manually, near, refuse_manual, some, total, ways
+from ._schedule import Schedule
 
 AXIS = "stage"
 Layer = Callable[[Any, Any, Any], Any]
 
 BUBBLE = 0.0
 """What fills the places where there is no microbatch. A test makes it NaN."""
-
-
-def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
-    """The share of time in which a device of the pipeline has nothing to do.
-
-    `(p - 1) / (v * m + p - 1)` for p stages, m microbatches and v repeats (Narayanan et al.
-    2021, section 2.2): of a tick's length, p - 1 of v * m + p - 1 ticks. The same for
-    `pipeline` and `pipeline_loss`, which has v = 1.
-    """
-    return (stages - 1) / (repeats * microbatches + stages - 1)
 
 
 def pipeline(
@@ -62,7 +53,7 @@ def pipeline(
     `microbatches` is of no matter. Else each of p devices holds a p-th of the layers, and the
     examples pass through in microbatches (GPipe, Huang et al. 2018). With `repeats=v`, each
     holds v shorter runs of layers and the microbatches go round v times, so that the bubble
-    is shorter (Narayanan et al. 2021); see `bubble`.
+    is shorter (Narayanan et al. 2021); see `bubble`, and `meshdp.report` of the step.
 
     Inside, `"data"`, `"fsdp"` and `"stage"` are manual axes, and the others are as they were,
     so a layer may be split over `"tensor"`, `"seq"` or `"expert"`. Parameters that are split
@@ -104,7 +95,12 @@ def pipeline(
     def per_device(params, x, context):
         cut = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
         x, context = jax.tree.map(cut, (x, context))
-        stage = lambda w, x, context: run_layers(f, w, x, context, False)
+
+        # What a tick slices is sliced in here, so that no slice is kept for each tick.
+        def stage(w, turn, x, context, i):
+            w = w if turn is None else at(w, turn)
+            return run_layers(f, w, x, at(context, i), False)
+
         if remat:
             stage = jax.checkpoint(stage)
         if repeats == 1:
@@ -126,7 +122,8 @@ def pipeline(
         (layers, batch, batch),
         batch,
     )
-    return run(params, x, context)
+    with jax.named_scope(Schedule("pipeline", stages, microbatches, repeats, remat).scope):
+        return run(params, x, context)
 
 
 def run_layers(f: Layer, params: Any, x: Any, context: Any, remat: bool) -> Any:
@@ -165,7 +162,7 @@ def _gpipe(stage, params, xs, context, stages, microbatches):
         # In the bubble a device works on real input, which has finite derivatives to be
         # multiplied by the zeros that come back.
         x = choose(busy & (me > 0), got, at(xs, i))
-        y = choose(busy, stage(params, x, at(context, i)), nothing)
+        y = choose(busy, stage(params, None, x, context, i), nothing)
         return onward(y, stages), y
 
     ticks = jnp.arange(microbatches + stages - 1)
@@ -186,7 +183,7 @@ def _circular(stage, params, xs, context, stages, microbatches, repeats):
         entering = choose(turn == 0, at(xs, i), at(waiting, i))
         x = choose(me == 0, entering, got)
         x = choose(busy, x, at(xs, i))  # as above
-        y = choose(busy, stage(at(params, turn), x, at(context, i)), nothing)
+        y = choose(busy, stage(params, turn, x, context, i), nothing)
         got = onward(y, stages, around=True)
         # What comes to device 0 waits there for its next turn.
         last = t - (stages - 1)

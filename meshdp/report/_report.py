@@ -27,6 +27,7 @@ from meshdp.report._hlo_text import Module, parse
 from meshdp.report._least import Least
 from meshdp.report._loops import trip_count
 from meshdp.report._memory import Memory, Remedy, read_memory, remedies
+from meshdp.report._pipelines import Pipeline, read_pipelines
 from meshdp.report._time import Bound, Scaled, bound, scaling, utilisation
 from meshdp.report._train_least import train_least
 from meshdp.report._work import Work, work
@@ -68,6 +69,9 @@ class Report:
     scaling: tuple[Scaled, ...] = ()
     least: Least | None = None
     """The least traffic possible, for steps that say what they reduce and gather."""
+
+    pipelines: tuple[Pipeline, ...] = ()
+    """Those of `meshdp.parallel`, with the bubble predicted and counted."""
 
     seconds: float | None = None
     """A measured time of one call."""
@@ -218,6 +222,7 @@ def report_compiled(
         bound=bound(counted, found, device, slow) if device else None,
         scaling=scaling(counted, found, device, sizes, slow=slow) if device else (),
         least=least,
+        pipelines=read_pipelines(module),
         seconds=seconds,
     )
 

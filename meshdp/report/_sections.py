@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
+from meshdp.report import _pipelines
 from meshdp.report._hlo import Collective, by_axis, human_bytes, total
 from meshdp.report._memory import Leaf
 from meshdp.report._pictures import (
@@ -49,6 +50,13 @@ def sections(report: Report, most: int | None = 12) -> Iterator[Section]:
     yield _each(report, most)
     if report.least:
         yield _least(report)
+    if report.pipelines:
+        yield Section(
+            title="Pipeline",
+            lines=_pipelines.words(report.pipelines, human_bytes),
+            header=_pipelines.HEADER,
+            rows=_pipelines.table(report.pipelines, human_bytes),
+        )
     yield from _memory(report, most)
     yield _work(report)
     if report.scaling:

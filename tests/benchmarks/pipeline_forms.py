@@ -17,6 +17,7 @@ from _timing import compare, header, in_turns, prepare
 prepare()
 
 import time  # noqa: E402
+from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -31,7 +32,7 @@ from meshdp.report._hlo import collectives, human_bytes  # noqa: E402
 
 layers, width, hidden = 8, 128, 256
 rows, tokens = 64, 32  # global batch
-rounds = 20
+microbatches, rounds = 8, 20
 BATCH = ("data", "fsdp")
 
 
@@ -101,7 +102,7 @@ def traffic(compiled, mesh):
     for c in collectives(compiled, mesh):
         key = f"{c.kind} over {'+'.join(c.axes)}"
         n, size = found.get(key, (0, 0))
-        found[key] = n + c.count, size + c.count * c.bytes
+        found[key] = n + (c.count or 0), size + (c.count or 0) * c.bytes
     return "; ".join(f"{n} {k} ({human_bytes(b)})" for k, (n, b) in sorted(found.items()))
 
 
@@ -119,14 +120,17 @@ def main():
         "shard_map + ppermute (ours)": ours,
         "shifted buffer": shifted,
     }
-    for sizes, m in (
-        (dict(stage=4, data=2), 8),
-        (dict(stage=8), 8),
-        (dict(data=2, stage=2, tensor=2), 8),
-    ):
+    meshes: list[dict[str, Any]] = [
+        dict(stage=4, data=2),
+        dict(stage=8),
+        dict(data=2, stage=2, tensor=2),
+    ]
+    for sizes in meshes:
         mesh = meshdp.make_mesh(**sizes)
-        print(f"\n{sizes}, {m} microbatches")
-        programs = {name: program(form, mesh, m, w, x) for name, form in forms.items()}
+        print(f"\n{sizes}, {microbatches} microbatches")
+        programs: Any = {
+            name: program(form, mesh, microbatches, w, x) for name, form in forms.items()
+        }
         want = None
         for name, (compiled, args) in programs.items():
             _, grads = compiled(*args)

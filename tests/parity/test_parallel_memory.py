@@ -1,5 +1,6 @@
 """What moves and what is held: read from the compiled programs, hardly anything is run."""
 
+import functools
 import re
 
 import jax
@@ -12,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 import meshdp
 from meshdp import _jaxapi
 from meshdp.parallel import attention, bubble, pipeline, pipeline_loss
+from meshdp.parallel._schedule import Schedule
 from meshdp.report._hlo import collectives
+from meshdp.report._pipelines import Pipeline, table, words
 
 SEQ = P(("data", "fsdp"), "seq")
 
@@ -88,6 +91,25 @@ def test_32k_tokens_run_where_plain_attention_needs_many_times_the_memory():
 WIDTH = 64
 
 
+def test_a_pipeline_that_keeps_all_and_a_loop_that_was_changed_are_reported_as_such():
+    schedule = Schedule("pipeline", stages=2, microbatches=3, remat=False)
+    assert Schedule.read(f"jit(f)/jvp({schedule.scope})/while/ppermute") == schedule
+    assert Schedule.read("jit(f)/jvp(my_pipeline)/while/ppermute") is None
+    found = (Pipeline(schedule, 6, None, 1000), Pipeline(schedule, None, 8, 1000))
+    assert words(found[:1], str)[2:] == (
+        "As pipeline_loss, pipeline(stages=2,microbatches=3,repeats=1,whole) would keep 3000.",
+        (
+            "pipeline(stages=2,microbatches=3,repeats=1,whole) sends 6 times where 8 were "
+            "predicted: the compiler has changed its loop."
+        ),
+    )
+    assert table(found, str) == (
+        ("pipeline", "2", "3", "1", "2 x 4", "6", "?", "25.0%", "0.0%", "1000", "all"),
+        ("pipeline", "2", "3", "1", "4", "?", "8", "25.0%", "?", "1000", "all"),
+    )
+
+
+@functools.cache
 def gradient_of(name, stages, microbatches, repeats=1):
     """A pipeline's gradient, compiled, in microbatches of 64 rows, however many."""
     layer = lambda w, x, _: x + jnp.tanh(x @ w)
@@ -109,16 +131,52 @@ def gradient_of(name, stages, microbatches, repeats=1):
     return program, mesh
 
 
+# Of a machine that there is not, so that nothing is measured.
+HAND = meshdp.Device(kind="hand", flops=1e12, memory=1e11, link=1e10, network=1e9)
+
+
+def reported(program, mesh):
+    report = meshdp.report_compiled(program, mesh, device=HAND)
+    lines = str(report).partition("\nPipeline\n--------\n")[2].split("\n\n")[0].splitlines()
+    assert meshdp.Report.from_json(report.to_json()).pipelines == report.pipelines
+    return report.pipelines, lines
+
+
 @pytest.mark.parametrize(
-    "name, p, m, v", [("gpipe", 4, 6, 1), ("circular", 4, 5, 3), ("1f1b", 4, 6, 1)]
+    "name, p, m, v",
+    [("gpipe", 4, 6, 1), ("circular", 4, 5, 3), ("1f1b", 4, 6, 1), ("1f1b", 2, 4, 1)],
 )
 def test_the_bubble_of_a_compiled_pipeline_is_the_predicted_one(name, p, m, v):
     program, mesh = gradient_of(name, p, m, v)
+    # A device sends on once a tick, forward; 1F1B goes forward in m + p - 1 of its ticks.
     sends = [c for c in collectives(program, mesh) if c.kind == "collective-permute"]
-    # Once a tick, forward and backward. 1F1B goes forward in m + p - 1 of its ticks, and
-    # backward in as many.
-    ticks = sum(c.count for c in sends) / 2
+    ticks = sum(c.count for c in sends if not re.search(r"transpose|/back/", c.op_name))
     assert 1 - v * m / ticks == pytest.approx(bubble(p, m, v))
+    [found], _ = reported(program, mesh)
+    assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+    assert (found.forward, found.passes) == (ticks, 1)
+    assert ticks - 1 <= found.backward <= ticks
+    assert found.bytes == 4 * 64 * WIDTH
+
+
+def test_the_report_prints_the_bubble_and_what_waits_for_the_backward_pass():
+    _, lines = reported(*gradient_of("circular", 4, 5, 3))
+    assert lines == [
+        (
+            "Bubble: the share of ticks in which a device has nothing to do; as predicted, and as "
+            "counted in the program."
+        ),
+        "Keeps: the inputs of stages that wait for the backward pass, per device (predicted).",
+        "As pipeline_loss, pipeline(stages=4,microbatches=5,repeats=3) would keep 246 kB.",
+        (
+            "schedule  stages  microbatches  repeats  ticks  sends on  back  bubble  counted  "
+            "microbatch   keeps"
+        ),
+        (
+            "pipeline       4             5        3     18        18    18   16.7%    16.7%     "
+            "16.4 kB  295 kB"
+        ),
+    ]
 
 
 def test_1f1b_holds_as_much_for_32_microbatches_as_for_8_and_gpipe_more_for_each():
@@ -128,3 +186,14 @@ def test_1f1b_holds_as_much_for_32_microbatches_as_for_8_and_gpipe_more_for_each
     flat = held("1f1b", 32) - held("1f1b", 8)
     assert gpipe >= 24 * one  # its input of the stage, for each of 24 more
     assert flat < 2 * one
+    kept = lambda name, m: reported(*gradient_of(name, 4, m))[0][0].schedule.kept
+    assert [kept("gpipe", m) for m in (8, 32)] == [11, 35]
+    assert [kept("1f1b", m) for m in (8, 32)] == [7, 7]
+
+
+def test_circular_keeps_no_slice_of_the_weights_for_each_tick():
+    held = lambda m: temporaries(gradient_of("circular", 4, m, 4)[0])
+    one, tick = 4 * 64 * WIDTH, 4 * WIDTH * WIDTH  # bytes of a microbatch, of a slice
+    assert tick == one
+    # Of each of 4 more microbatches: the inputs of 4 ticks; itself, its result, gradients.
+    assert held(8) - held(4) <= 4 * (4 + 4) * one
