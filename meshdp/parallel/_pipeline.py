@@ -88,9 +88,7 @@ def pipeline(
     rows = check("pipeline", params, (x, context), microbatches, repeats, sizes)
     context = jax.tree.map(lax.stop_gradient, context)
     if stages == 1:
-        if repeats > 1:
-            params = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), params)
-        return run_layers(f, params, x, context, remat)
+        return run_layers(f, in_order(params, repeats), x, context, remat)
 
     def per_device(params, x, context):
         cut = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
@@ -129,6 +127,13 @@ def pipeline(
 def run_layers(f: Layer, params: Any, x: Any, context: Any, remat: bool) -> Any:
     layer = jax.checkpoint(f) if remat else f
     return lax.scan(lambda x, w: (layer(w, x, context), None), x, params)[0]
+
+
+def in_order(params: Any, repeats: int) -> Any:
+    """`[repeats, layers / repeats, ...]` as `[layers, ...]`."""
+    return (
+        params if repeats == 1 else jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), params)
+    )
 
 
 def at(tree: Any, i: Any) -> Any:
@@ -201,8 +206,11 @@ def _circular(stage, params, xs, context, stages, microbatches, repeats):
     return waiting
 
 
-def check(who, params, batch, microbatches, repeats, sizes) -> int:
-    """The examples of one group of devices, if all sizes fit."""
+def check(who, params, batch, microbatches, repeats, sizes, together=False) -> int:
+    """The examples of one group of devices, if all sizes fit.
+
+    `together`: as many microbatches as stages go round together.
+    """
     stages, ways_ = sizes.get(AXIS, 1), ways(some(EXAMPLES, sizes), sizes)
     problems = []
     for name, n in (("microbatches", microbatches), ("repeats", repeats)):
@@ -243,18 +251,23 @@ def check(who, params, batch, microbatches, repeats, sizes) -> int:
         )
     elif stages > 1:
         rows = firsts[0] // ways_
-        if microbatches < stages or rows % microbatches:
-            fits = [m for m in range(stages, rows + 1) if rows % m == 0]
+        odd = together and microbatches % stages
+        if microbatches < stages or rows % microbatches or odd:
+            step = stages if together else 1
+            fits = [m for m in range(stages, rows + 1, step) if rows % m == 0]
             fits = sorted(fits, key=lambda m: abs(m - microbatches))[:2]
             give = (
                 f"give {' or '.join(map(str, sorted(fits)))}"
                 if fits
-                else f"give at least {stages} examples to each group of devices"
+                else f"give {'a multiple of' if together else 'at least'} {stages} examples to "
+                "each group of devices"
             )
             why = (
                 f"fewer than stage={stages}"
                 if microbatches < stages
                 else f"which do not divide the {rows} examples of a group of devices"
+                if rows % microbatches
+                else f"which do not divide by stage={stages}, as repeats={repeats} takes"
             )
             problems.append(f"  microbatches: {microbatches}, {why}; {give}")
     if problems:

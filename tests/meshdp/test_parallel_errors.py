@@ -136,6 +136,23 @@ def test_pipeline_loss_checks_its_sizes_likewise():
     )
 
 
+def test_an_interleaved_pipeline_loss_takes_as_many_microbatches_as_stages_together():
+    def f(w, x, microbatches):
+        functions = lambda w, b: b, lambda w, x, b: x, lambda w, x, b: x
+        sizes = dict(microbatches=microbatches, repeats=2)
+        return pipeline_loss(*functions, ((), w, ()), x, **sizes)
+
+    assert said(lambda w, x: f(w, x, 6), (2, 4), (24, 8), stage=4, data=2) == (
+        "pipeline_loss cannot use these sizes:\n"
+        "  microbatches: 6, which do not divide by stage=4, as repeats=2 takes; give 4 or 12"
+    )
+    assert said(lambda w, x: f(w, x, 4), (2, 4), (12, 8), stage=4, data=2) == (
+        "pipeline_loss cannot use these sizes:\n"
+        "  microbatches: 4, which do not divide the 6 examples of a group of devices; give a "
+        "multiple of 4 examples to each group of devices"
+    )
+
+
 def test_the_bubble_is_that_of_the_papers():
     assert bubble(4, 4) == 3 / 7
     assert bubble(4, 4, repeats=2) == 3 / 11

@@ -119,7 +119,8 @@ def gradient_of(name, stages, microbatches, repeats=1):
             first = lambda _, b: jnp.tile(b, (1, WIDTH))
             last = lambda _, x, b: meshdp.Mean.of((x * x).sum(-1))
             params = ((), w, ())
-            return pipeline_loss(first, layer, last, params, x, microbatches=microbatches).total
+            sizes = dict(microbatches=microbatches, repeats=repeats)
+            return pipeline_loss(first, layer, last, params, x, **sizes).total
         x = jnp.tile(x, (1, WIDTH))
         y = pipeline(layer, w, x, microbatches=microbatches, repeats=repeats)
         return (y**2).sum()
@@ -144,7 +145,13 @@ def reported(program, mesh):
 
 @pytest.mark.parametrize(
     "name, p, m, v",
-    [("gpipe", 4, 6, 1), ("circular", 4, 5, 3), ("1f1b", 4, 6, 1), ("1f1b", 2, 4, 1)],
+    [
+        ("gpipe", 4, 6, 1),
+        ("circular", 4, 5, 3),
+        ("1f1b", 4, 6, 1),
+        ("1f1b", 2, 4, 1),
+        ("1f1b", 4, 8, 2),
+    ],
 )
 def test_the_bubble_of_a_compiled_pipeline_is_the_predicted_one(name, p, m, v):
     program, mesh = gradient_of(name, p, m, v)
@@ -163,8 +170,8 @@ def test_the_report_prints_the_bubble_and_what_waits_for_the_backward_pass():
     _, lines = reported(*gradient_of("circular", 4, 5, 3))
     assert lines == [
         (
-            "Bubble: the share of ticks in which a device has nothing to do; as predicted, and as "
-            "counted in the program."
+            "Bubble: the share of ticks in which a device has nothing to do; as predicted, and "
+            "as counted in the program."
         ),
         "Keeps: the inputs of stages that wait for the backward pass, per device (predicted).",
         "As pipeline_loss, pipeline(stages=4,microbatches=5,repeats=3) would keep 246 kB.",
@@ -173,22 +180,24 @@ def test_the_report_prints_the_bubble_and_what_waits_for_the_backward_pass():
             "microbatch   keeps"
         ),
         (
-            "pipeline       4             5        3     18        18    18   16.7%    16.7%     "
-            "16.4 kB  295 kB"
+            "pipeline       4             5        3     18        18    18   16.7%    16.7%   "
+            "  16.4 kB  295 kB"
         ),
     ]
 
 
 def test_1f1b_holds_as_much_for_32_microbatches_as_for_8_and_gpipe_more_for_each():
-    held = lambda name, m: temporaries(gradient_of(name, 4, m)[0])
+    held = lambda name, m, v=1: temporaries(gradient_of(name, 4, m, v)[0])
     one = 4 * 64 * WIDTH  # bytes of a microbatch
     gpipe = held("gpipe", 32) - held("gpipe", 8)
     flat = held("1f1b", 32) - held("1f1b", 8)
     assert gpipe >= 24 * one  # its input of the stage, for each of 24 more
     assert flat < 2 * one
-    kept = lambda name, m: reported(*gradient_of(name, 4, m))[0][0].schedule.kept
+    assert held("1f1b", 32, 2) - held("1f1b", 8, 2) < 2 * one
+    kept = lambda name, m, v=1: reported(*gradient_of(name, 4, m, v))[0][0].schedule.kept
     assert [kept("gpipe", m) for m in (8, 32)] == [11, 35]
     assert [kept("1f1b", m) for m in (8, 32)] == [7, 7]
+    assert [kept("1f1b", m, 2) for m in (8, 32)] == [15, 15]
 
 
 def test_circular_keeps_no_slice_of_the_weights_for_each_tick():

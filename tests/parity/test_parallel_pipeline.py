@@ -91,7 +91,7 @@ def total(p, data, keys, how):
     last = lambda head, x, b: meshdp.Mean.of(losses(x @ head, b["y"]), b["mask"])
     if schedule == "1f1b":
         params = (p["embed"], p["layers"], p["head"])
-        return pipeline_loss(first, layer, last, params, data, microbatches=m)
+        return pipeline_loss(first, layer, last, params, data, microbatches=m, repeats=repeats)
     x = first(p["embed"], data)
     x = pipeline(layer, p["layers"], x, {"keys": keys}, microbatches=m, repeats=repeats)
     return last(p["head"], x, data)
@@ -162,7 +162,7 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "how", [("gpipe", 4, 1), ("circular", 4, 2), ("1f1b", 4, 1)], ids=lambda how: how[0]
+    "how", [("gpipe", 4, 1), ("circular", 4, 2), ("1f1b", 4, 1), ("1f1b", 4, 2)], ids=str
 )
 def test_a_poisoned_pipeline_of_tensor_split_stages_trains_as_one_device(how, monkeypatch):
     poisoned(monkeypatch)
@@ -175,8 +175,9 @@ def test_a_poisoned_pipeline_of_tensor_split_stages_trains_as_one_device(how, mo
         (dict(stage=4, fsdp=2), ("gpipe", 8, 1)),
         (dict(stage=4, data=2), ("circular", 4, 2)),
         (dict(stage=8), ("1f1b", 16, 1)),
+        (dict(stage=2, data=4), ("1f1b", 4, 4)),
     ],
-    ids=["gpipe", "circular", "1f1b"],
+    ids=["gpipe", "circular", "1f1b", "interleaved"],
 )
 def test_a_poisoned_pipeline_under_automatic_axes_trains_as_one_device(sizes, how, monkeypatch):
     poisoned(monkeypatch)
@@ -187,7 +188,7 @@ def test_without_a_mesh_pipelines_are_loops_over_the_layers():
     key = jax.random.key(7)
     keys, data = row_keys(key), batch()
     want, _ = oracle(tuple(np.asarray(jax.random.key_data(key)).tolist()))
-    for how in (("gpipe", 4, 1), ("circular", 4, 2), ("1f1b", 4, 1)):
+    for how in (("gpipe", 4, 1), ("circular", 4, 2), ("1f1b", 4, 2)):
         params = init(jax.random.key(0), repeats=how[2])
         loss = jax.jit(lambda p: total(p, data, keys, how).value())(params)  # noqa: B023
         np.testing.assert_allclose(loss, want, rtol=1e-5)
