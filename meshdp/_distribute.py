@@ -1,7 +1,6 @@
 """`@distributed`: a step written for one device, on every device of a mesh."""
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from operator import attrgetter
@@ -12,11 +11,12 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _jaxapi, _spec, _tree
+from . import _jaxapi, _tree
 from ._layout import Layout, fsdp, replicate, specs
 from ._mesh import make_mesh
 from ._place import place, shard_batch
-from ._program import Program, refuse_deleted
+from ._program import Keywords, Program, refuse_deleted
+from ._step_options import check_options, check_step, describe
 
 BATCH_AXES = ("data", "fsdp")
 BATCH = P(BATCH_AXES)
@@ -50,7 +50,8 @@ class Distributed:
         return getattr(self, "__qualname__", None) or repr(self._step)
 
     def _body(self, state, batch, *args):
-        out = self._step(state, batch, *args)
+        keywords = args[-1] if args and isinstance(args[-1], Keywords) else {}
+        out = self._step(state, batch, *args[: len(args) - bool(keywords)], **keywords)
         if not (isinstance(out, tuple) and len(out) == 2):
             raise ValueError(
                 f"{self._name()} must return (state, aux), a tuple of two, but it returned "
@@ -73,6 +74,7 @@ class Distributed:
             )
         return self._mesh
 
+    @_jaxapi.with_no_mesh_set
     def init(self, make_state: Callable, *args: Any) -> Any:
         """Makes the state on the mesh, each leaf in its place from the start.
 
@@ -168,7 +170,9 @@ class Distributed:
             _size(limit),
         )
 
-    def __call__(self, state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+    @_jaxapi.with_no_mesh_set
+    def __call__(self, state: Any, batch: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
+        args = (*args, Keywords(keywords)) if keywords else args
         program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args)
         refuse_deleted(program.state, arrays, self._name())
         if not program.in_place(arrays):
@@ -181,8 +185,10 @@ class Distributed:
     def _join(self, structure: _tree.Structure, arrays):
         return structure.join(arrays)
 
-    def lower(self, state: Any, batch: Any, *args: Any) -> jax.stages.Lowered:
+    @_jaxapi.with_no_mesh_set
+    def lower(self, state: Any, batch: Any, *args: Any, **keywords: Any) -> jax.stages.Lowered:
         """As `jax.jit(step).lower`: takes arrays or shapes, and donates nothing."""
+        args = (*args, Keywords(keywords)) if keywords else args
         program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args)
         program = self._fitting(program, arrays)
         shapes = [
@@ -210,7 +216,12 @@ class Distributed:
         else:
             like = last.args if last and len(last.args) == len(args) else (None,) * len(args)
             parts = [
-                _tree.split(x, f"argument {i}", dynamic=numbers, like=k)
+                _tree.split(
+                    x,
+                    "keywords" if isinstance(x, Keywords) else f"argument {i}",
+                    dynamic=numbers,
+                    like=k,
+                )
                 for i, (x, k) in enumerate(zip(args, like, strict=True), 2)
             ]
             more, a = tuple(p[0] for p in parts), tuple(p[1] for p in parts)
@@ -290,10 +301,11 @@ def distributed(
 
     **Arguments:**
 
-    - `step`: any function `step(state, batch, *args) -> (state, aux)`. The state may be any
-        pytree. Its arrays and numbers, and those of the other arguments, are traced; every
-        other leaf (functions, strings, flags, the numbers in an `equinox.Module` of the state)
-        is static, and only a change of those, or of a shape or dtype, compiles anew.
+    - `step`: any function `step(state, batch, *args, **keywords) -> (state, aux)`. The state
+        may be any pytree. Its arrays and numbers, and those of the other arguments, are
+        traced; every other leaf (functions, strings, flags, the numbers in an
+        `equinox.Module` of the state) is static, and only a change of those, or of a shape or
+        dtype, compiles anew.
     - `mesh`: from `make_mesh`, or any other, whose axes are then taken as `Auto`. If `None`,
         all devices go on `"data"` when twice the state
         fits in the memory of one, else on `"fsdp"`; a line logged by `"meshdp"` says which.
@@ -321,24 +333,7 @@ def distributed(
         return functools.partial(
             distributed, mesh=mesh, layout=layout, batch=batch, donate=donate
         )
-    if not callable(step) or isinstance(step, Mesh):  # which JAX lets decorate
-        raise TypeError(
-            f"distributed takes a function step(state, batch, ...), not {describe(step)}. "
-            "Options go by name: @meshdp.distributed(mesh=mesh)."
-        )
-    if inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step):
-        raise TypeError(
-            f"{step.__qualname__} must be a plain function, so that JAX can trace it."
-        )
-    if (
-        inspect.isfunction(step)
-        and next(iter(inspect.signature(step).parameters), "") == "self"
-    ):
-        raise TypeError(
-            f"{step.__qualname__} is a method, and a step has the state as its first argument. "
-            "Decorate the bound method, in __init__: "
-            f"self.{step.__name__} = meshdp.distributed(self.{step.__name__})."
-        )
+    check_step(step)
     return Distributed(step, mesh=mesh, layout=layout, batch=batch, donate=donate)
 
 
@@ -351,34 +346,6 @@ def spec_leaves(tree: Any, found: Any) -> list[P | None]:
     out: list[P | None] = []
     jax.tree.map(lambda _, s: out.append(s), tree, found)
     return out
-
-
-def check_options(mesh: Any, layout: Any, batch: Any) -> None:
-    """Refuses arguments of the wrong type, all at once."""
-    problems = []
-    if mesh is not None and not isinstance(mesh, Mesh):
-        problems.append(f"  mesh: {mesh!r}; it takes a Mesh: meshdp.make_mesh(data=4, fsdp=2)")
-    if layout is not None and not isinstance(layout, Layout):
-        problems.append(f"  layout: {layout!r}; it takes a Layout: meshdp.fsdp()")
-    if not isinstance(batch, P):
-        problems.append(f'  batch: {batch!r}; it takes a PartitionSpec: P(("data", "fsdp"))')
-    if problems:
-        raise TypeError("These options have the wrong type:\n" + "\n".join(problems))
-    unknown = set() if mesh is None else _spec.axes_of(batch) - set(mesh.axis_names)
-    if mesh is not None and unknown:
-        raise ValueError(
-            f"batch={batch} names {', '.join(map(repr, sorted(unknown)))}, but the mesh has "
-            f"{', '.join(map(repr, mesh.axis_names))}. Take a mesh of meshdp.make_mesh, which "
-            f"has every axis, or give batch=P({mesh.axis_names[0]!r})."
-        )
-
-
-def describe(x: Any) -> str:
-    if isinstance(x, tuple):
-        return f"a tuple of {len(x)}"
-    if _tree.is_array(x):
-        return f"an array of shape {x.shape}"
-    return f"a {type(x).__name__}"
 
 
 def _sizes(mesh: Mesh) -> str:

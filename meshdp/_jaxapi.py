@@ -5,9 +5,9 @@ called from here and nowhere else.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -44,7 +44,7 @@ def hybrid_mesh(
 ) -> np.ndarray:
     """As `topology_mesh` for several slices: `outer` counts the slices along each dimension,
     `inner` the devices of one slice."""
-    make = partial(
+    make = functools.partial(
         mesh_utils.create_hybrid_device_mesh,
         inner,
         outer,
@@ -212,6 +212,23 @@ def at_top_level() -> bool:
 def nothing_traced() -> bool:
     """Whether this runs eagerly: not under `jit`, `grad`, `vmap` or `shard_map`."""
     return src_core.trace_state_clean()
+
+
+def with_no_mesh_set(f: Callable) -> Callable:
+    """`f`, called as if the user had set no mesh (`jax.set_mesh`).
+
+    Under one JAX compiles for nothing but its devices, and its axes mean something in
+    everything that is traced.
+    """
+
+    @functools.wraps(f)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if at_top_level() or not nothing_traced():
+            return f(*args, **keywords)
+        with jax.set_mesh(None):  # type: ignore[arg-type]
+            return f(*args, **keywords)
+
+    return call
 
 
 # `x.sharding`, which is a Python property, at half its price. Raises `AttributeError` for

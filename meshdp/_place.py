@@ -13,12 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from . import _batch, _move
+from . import _batch, _jaxapi, _move
 from ._leaves import Leaves, match, same_specs
 
 BATCH = P(("data", "fsdp"))
 
 
+@_jaxapi.with_no_mesh_set
 def place(tree: Any, shardings: Any, *, share: bool = False) -> Any:
     """Puts every array of a tree onto a mesh, shard by shard.
 
@@ -58,6 +59,7 @@ def place(tree: Any, shardings: Any, *, share: bool = False) -> Any:
     return leaves.replaced(where, partial(_move.put, share=share))
 
 
+@_jaxapi.with_no_mesh_set
 def reshard(tree: Any, to: Any, *, donate: bool = False) -> Any:
     """Moves a tree of placed arrays to another layout or another mesh.
 
@@ -85,6 +87,7 @@ def reshard(tree: Any, to: Any, *, donate: bool = False) -> Any:
     return leaves.replaced(where, partial(_move.put, donate=donate))
 
 
+@_jaxapi.with_no_mesh_set
 def to_host(tree: Any) -> Any:
     """Brings every array back whole: the inverse of `place`.
 
@@ -107,6 +110,7 @@ def to_host(tree: Any) -> Any:
     return Leaves(tree, numbers=False).replaced(None, lambda xs, *_: _move.read(xs))
 
 
+@_jaxapi.with_no_mesh_set
 def shard_batch(batch: Any, mesh: Mesh, spec: P = BATCH, *, share: bool = False) -> Any:
     """Splits the rows of a batch, the leading dimension of its leaves, over a mesh.
 
@@ -142,6 +146,7 @@ def shard_batch(batch: Any, mesh: Mesh, spec: P = BATCH, *, share: bool = False)
     return _batch.shard(batch, mesh, spec, share)
 
 
+@_jaxapi.with_no_mesh_set
 def local_rows(tree: Any) -> Any:
     """Reads the rows that this process has of every array: the inverse of `shard_batch`.
 

@@ -18,6 +18,19 @@ _sharding = attrgetter("sharding")
 _is_deleted = methodcaller("is_deleted")
 
 
+@jtu.register_pytree_with_keys_class
+class Keywords(dict):
+    """The arguments of a step that were given by name; the last one of its `args`."""
+
+    def tree_flatten_with_keys(self):
+        names = sorted(self)
+        return [(jtu.DictKey(n), self[n]) for n in names], tuple(names)
+
+    @classmethod
+    def tree_unflatten(cls, names, values):
+        return cls(zip(names, values, strict=True))
+
+
 class Program:
     """A step compiled for one structure of its arguments and one layout of its state."""
 

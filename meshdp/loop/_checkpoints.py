@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _tree
+from .. import _jaxapi, _tree
 from . import _files
 from ._checksum import checksums
 from ._compare import described
@@ -198,6 +198,7 @@ class Checkpoints:
 
     # Restoring.
 
+    @_jaxapi.with_no_mesh_set
     def restore(
         self,
         like: Any,

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import _jaxapi
 
+
+@_jaxapi.with_no_mesh_set
 def checksums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """For each array a uint32 scalar: the sum modulo 2^32 of its words times odd weights.
 

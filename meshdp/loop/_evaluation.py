@@ -93,6 +93,7 @@ class Evaluation:
             )
         return dict(found)
 
+    @_jaxapi.with_no_mesh_set
     def __call__(
         self,
         state: Any,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshdp._jaxapi import shard_map
+from meshdp._jaxapi import shard_map, with_no_mesh_set
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,6 +161,7 @@ def best_time(f: Any, *args: Any, repeats: int = 7) -> float:
     return best
 
 
+@with_no_mesh_set
 def device_of(mesh: Any) -> Device | None:
     """The table's entry for a mesh; measured on CPU; `None` where nothing is known."""
     if not isinstance(mesh, Mesh):

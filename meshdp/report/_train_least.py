@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshdp import _spec, _tree
+from meshdp import _jaxapi, _spec, _tree
 from meshdp.report._hlo import Collective, ring_bytes
 from meshdp.report._least import Least, against
 from meshdp.report._tensor_least import tensor_bytes
@@ -18,6 +18,7 @@ from meshdp.train._trains import which
 _BATCH_AXES = ("data", "fsdp")
 
 
+@_jaxapi.with_no_mesh_set
 def train_least(step: Any, args: Sequence[Any], found: Sequence[Collective]) -> Least | None:
     """Sets a training step against the least that its mesh and layout allow.
 

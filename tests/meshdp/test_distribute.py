@@ -32,6 +32,18 @@ def weights(rows=4, columns=8):
     return np.sin(np.arange(rows * columns, dtype=np.float32)).reshape(rows, columns)
 
 
+@pytest.fixture
+def counted_keywords():
+    seen = []
+
+    def step(w, x, scale, *, rate, mode, shift=None):
+        seen.append("without" if shift is None else "with")
+        w = w * scale - rate
+        return (w if shift is None else w + shift[None]), {"mode": mode}
+
+    return meshdp.distributed(step, mesh=meshdp.make_mesh(data=8)), seen
+
+
 MESHES = {
     "data": dict(data=8),
     "fsdp": dict(fsdp=8),
@@ -191,6 +203,25 @@ def test_further_arguments_may_be_keys_numbers_and_trees():
         noise = jax.random.normal(key, (4, 8))
         np.testing.assert_allclose(w, weights() - noise, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(data, jax.random.key_data(key))
+
+
+def test_arguments_by_name_are_traced_and_arrive_by_name(counted_keywords):
+    step, seen = counted_keywords
+    ones = np.ones((4, 8), np.float32)
+    for rate, scale in [(0.5, 2), (0.25, 3)]:
+        for shift in (jnp.ones(8), None):
+            w, aux = step(ones, X, scale, shift=shift, rate=rate, mode="sum")
+            np.testing.assert_array_equal(w, scale - rate + (shift is not None) * ones)
+            assert aux == {"mode": "sum"}
+    assert seen == ["with", "without"]
+    step.lower(weights(), X, 1, rate=0.1, mode="sum")
+    assert len(seen) == 3  # a number in place of a default is another program
+
+
+def test_an_unknown_name_is_pythons_error():
+    step = meshdp.distributed(descend, mesh=meshdp.make_mesh(data=8))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'rat'"):
+        step(weights(), X, rat=0.1)
 
 
 def test_a_python_number_keeps_the_dtype_of_what_it_meets_as_on_one_device():
