@@ -68,7 +68,8 @@ def main() -> int:
         try:
             print(f"{name:8s} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            print(f"{name:8s} not installed")
+            why = "run from its sources" if name == "meshdp" else "not installed"
+            print(f"{name:8s} {why}")
     try:
         kinds = Counter((d.platform, d.device_kind) for d in jax.devices())
     except RuntimeError as e:

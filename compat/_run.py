@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import jax
 
@@ -77,8 +78,18 @@ def main(argv: Sequence[str]) -> int:
             runpy.run_path(program, run_name="__main__")
     except Exception as e:
         add_hint(e)
-        raise
+        e.__traceback__ = _from_the_program(e.__traceback__)
+        sys.excepthook(type(e), e, e.__traceback__)
+        return 1
     return 0
+
+
+def _from_the_program(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback as `python SCRIPT` would have it: without what ran the script."""
+    ours = {main.__code__.co_filename, runpy.run_path.__code__.co_filename}
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _can_run(module: str) -> bool:

@@ -42,6 +42,23 @@ def test_the_same_program_dies_without_us():
     assert "No module named 'jax.tools.colab_tpu'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def divide():\n    return 1 / 0\n\ndivide()\n",
+        "if True\n    pass\n",
+        "try:\n    {}[1]\nexcept KeyError as e:\n    raise OSError('lost') from e\n",
+    ],
+    ids=["within_a_function", "syntax", "with_a_cause"],
+)
+def test_a_program_that_fails_fails_as_it_would_alone(tmp_path, text):
+    script = tmp_path / "fails.py"
+    script.write_text(text)
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    done = compat("run", script)
+    assert (done.returncode, done.stderr, done.stdout) == (1, alone.stderr, "")
+
+
 @pytest.mark.slow
 def test_an_old_flax_script_runs_with_arguments_on_the_newest_flax():
     done = compat("run", "--cpu-devices=8", PROGRAMS / "flax_batchnorm.py", 30)
