@@ -5,8 +5,10 @@ import os
 import runpy
 import sys
 from collections.abc import Collection, Sequence
+from multiprocessing import spawn
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -23,7 +25,7 @@ Runs a program with the names that JAX removed put back and jax.pmap replaced by
 
 def main(argv: Sequence[str]) -> int:
     rest = list(argv)
-    module, decided = False, ()
+    module, decided, cpu_devices = False, (), 0
     while rest and rest[0].startswith("-") and not module:
         option, has_value, value = rest.pop(0).partition("=")
         if option in ("-h", "--help"):
@@ -39,8 +41,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"compat run: --cpu-devices wants a number of devices, not {value!r}")
                 return 2
             decided = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES")
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", int(value))
+            cpu_devices = int(value)
         else:
             print(
                 f"compat run: there is no option {option!r}. Those of the program come after "
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     # The whole process is the program's, with the threads and the functions registered by
     # `atexit` that live on after its last line. So nothing is taken back.
-    install()
+    _prepare(cpu_devices)
     _follow_environment(decided)
     sys.argv = rest
     try:
@@ -90,6 +91,31 @@ def _from_the_program(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
     return traceback
+
+
+def _prepare(cpu_devices: int) -> None:
+    if cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    install()
+    original = spawn.get_preparation_data
+
+    def preparation(name: str) -> dict[str, Any]:
+        # A process that multiprocessing starts afresh runs the program's main module again;
+        # it loads this first.
+        return {"compat": _Names(cpu_devices), **original(name)}
+
+    spawn.get_preparation_data = preparation
+
+
+class _Names:
+    """To load one from a pickle is to put the names back."""
+
+    def __init__(self, cpu_devices: int):
+        self.cpu_devices = cpu_devices
+
+    def __reduce__(self):
+        return _prepare, (self.cpu_devices,)
 
 
 def _can_run(module: str) -> bool:

@@ -59,6 +59,26 @@ def test_a_program_that_fails_fails_as_it_would_alone(tmp_path, text):
     assert (done.returncode, done.stderr, done.stdout) == (1, alone.stderr, "")
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_a_program_starts_have_the_names_and_the_devices(tmp_path, method):
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import multiprocessing, jax\n"
+        "double = jax.pmap(lambda x: jax.tree_map(lambda y: 2 * y, x))\n"
+        "def child(queue):\n"
+        "    queue.put([jax.host_id(), double(jax.numpy.arange(4))[3].item()])\n"
+        "if __name__ == '__main__':\n"
+        f"    context = multiprocessing.get_context('{method}')\n"
+        "    queue = context.Queue()\n"
+        "    process = context.Process(target=child, args=(queue,))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    print(process.exitcode, queue.get(timeout=1))\n"
+    )
+    done = compat("run", "--cpu-devices", 4, script)
+    assert (done.stdout, done.returncode) == ("0 [0, 6]\n", 0), done.stderr
+
+
 @pytest.mark.slow
 def test_an_old_flax_script_runs_with_arguments_on_the_newest_flax():
     done = compat("run", "--cpu-devices=8", PROGRAMS / "flax_batchnorm.py", 30)
