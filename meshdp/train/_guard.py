@@ -48,7 +48,7 @@ def follow(guard: Guard, finite: Any, squares: Any, scales: bool) -> Guard:
         scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
         good = jnp.where(grow, 0, good)
     return Guard(
-        skipped=guard.skipped + ~finite,
+        skipped=guard.skipped + jnp.where(finite, 0, 1),
         in_a_row=jnp.where(finite, 0, guard.in_a_row + 1),
         leaf=jnp.where(finite, guard.leaf, leaf),
         scale=scale,

@@ -56,7 +56,7 @@ class Mean(eqx.Module):
                 f"shape {values.shape} or {values.shape[:1]}."
             )
         mask = jnp.broadcast_to(mask.reshape(lead), values.shape)
-        kept = jnp.where(mask != 0, values, 0).astype(wide)
+        kept = jnp.where(mask.astype(bool), values, 0).astype(wide)
         weights = mask.astype(wide)
         return Mean((kept * weights).sum(), weights.sum())
 
