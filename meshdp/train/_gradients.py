@@ -21,6 +21,7 @@ from ._mean import Mean
 from ._plan import Plan
 from ._reduce import reduce
 from ._sharded import Sharded, gather, sharded
+from ._watch import Traced
 
 
 def sums(
@@ -32,18 +33,20 @@ def sums(
     batch: Any,
     key: Any,
     scale: Any,
-) -> tuple[list[Any], Mean, dict[str, Mean], list[Any]]:
+    watch: Traced,
+) -> tuple[list[Any], Mean, dict[str, Mean], Any, list[Any]]:
     """The gradients of the summed loss times `scale` (global arrays), and the sums.
 
     `loss(weights, carried, batch, keys)` takes the list of whole arrays and gives a mean,
     further means, and the arrays that a stateful model carries on. The gradients are one for
-    each array that trains, in order, laid out as `plan.grads`.
+    each array that trains, in order, laid out as `plan.grads`. Before what is carried on comes
+    what `watch` has found to count.
     """
     manual = plan.manual
     rows = jax.tree.leaves(batch)[0].shape[0]
     outer = lambda spec: _spec.keep(spec, manual)
     return _jaxapi.shard_map(
-        partial(_per_device, loss, plan),
+        partial(_per_device, loss, plan, watch),
         mesh=mesh,
         in_specs=(
             [outer(s) for s in plan.weights],
@@ -53,7 +56,7 @@ def sums(
             P(),
             P(),
         ),
-        out_specs=([outer(s) for s in plan.trained], P(), P(), P()),
+        out_specs=([outer(s) for s in plan.trained], P(), P(), P(), P()),
         axis_names=manual,
     )(list(weights), list(carried), batch, jnp.arange(rows), key, scale)
 
@@ -62,7 +65,7 @@ def _rank(spec: P, ndim: int) -> P:
     return P(*spec[:ndim])
 
 
-def _per_device(loss, plan: Plan, weights, carried, batch, index, key, scale):
+def _per_device(loss, plan: Plan, watch, weights, carried, batch, index, key, scale):
     pieces = [
         sharded(w, s, plan, layer)
         for w, s, layer in zip(weights, plan.weights, plan.layers, strict=True)
@@ -78,8 +81,9 @@ def _per_device(loss, plan: Plan, weights, carried, batch, index, key, scale):
     def total(trained, carried, batch, keys):
         values = _merge(plan.trains, pieces, trained)
         values = [_typed(v, t) for v, t in zip(values, plan.types, strict=True)]
-        mean, aux, carried = _evaluate(loss, values, (carried, batch, keys), plan.remat)
-        return mean.total * scale, ((mean, aux), carried)
+        rest = carried, batch, keys
+        (mean, aux, carried), outside = _evaluate(loss, values, rest, plan.remat, watch)
+        return mean.total * scale, ((mean, aux, outside), carried)
 
     differentiate = jax.value_and_grad(total, has_aux=True)
     kept = [p for p, t in zip(pieces, plan.trains, strict=True) if t]
@@ -90,11 +94,10 @@ def _per_device(loss, plan: Plan, weights, carried, batch, index, key, scale):
         grads, means, carried = _accumulate(
             differentiate, plan.accumulate, trained, carried, (batch, keys)
         )
-    mean, aux = means
     if plan.reduced:
-        mean, aux = lax.psum((mean, aux), plan.reduced)
+        means = lax.psum(means, plan.reduced)
         carried = [_agreed(x, plan.reduced) for x in carried]
-    return reduce(plan, kept, grads), mean, aux, carried
+    return reduce(plan, kept, grads), *means, carried
 
 
 def _agreed(x, axes):
@@ -137,9 +140,7 @@ def _typed(v, dtype):
     return dataclasses.replace(v, dtype=dtype) if isinstance(v, Sharded) else v.astype(dtype)
 
 
-def _evaluate(loss, values, rest, remat):
-    if not any(isinstance(v, Sharded) for v in values):
-        return loss(values, *rest)
+def _evaluate(loss, values, rest, remat, watch):
     whole = [
         jax.ShapeDtypeStruct(v.shape, v.dtype or v.piece.dtype) if isinstance(v, Sharded) else v
         for v in values
@@ -148,8 +149,11 @@ def _evaluate(loss, values, rest, remat):
     closed, shape = jax.make_jaxpr(
         lambda w, flat: loss(w, *jax.tree.unflatten(tree, flat)), return_shape=True
     )(whole, flat)
-    outs = [gather(o) for o in run(closed, [*values, *flat], remat)]
-    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+    carried, batch, _ = rest
+    outside = watch(closed, len(values) + len(carried), batch)
+    # A result may be a constant of the program: a Python number.
+    outs = [jnp.asarray(gather(o)) for o in run(closed, [*values, *flat], remat)]
+    return jax.tree.unflatten(jax.tree.structure(shape), outs), outside
 
 
 def _accumulate(differentiate, count, trained, carried, examples):

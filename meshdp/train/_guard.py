@@ -1,6 +1,5 @@
 """Steps whose loss or gradient is not finite: skipped, counted, and named when they go on."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,29 +58,3 @@ def follow(guard: Guard, finite: Any, squares: Any, scales: bool) -> Guard:
 def choose(finite: Any, new: Any, old: Any) -> Any:
     """`new` where the step was finite, else `old`."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
-
-def complain(guard: Guard, step: int, paths: Sequence[str], batch: Any) -> str:
-    """What to tell the user of a run that does not get out of it."""
-    rows, leaf = int(guard.in_a_row), int(guard.leaf)
-    what = f"gradient of model{paths[leaf]}" if leaf < len(paths) else "loss"
-    lines = [
-        f"The {what} was not finite at step {step}, the last of {rows} such steps in a row.",
-        "They were skipped: the model is as it was before them. The batch of that step:",
-    ]
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        lines.append(f"  batch{jax.tree_util.keystr(path)}: {describe(x)}")
-    lines.append(
-        "Look for labels out of range, a logarithm of or division by 0, or a learning rate "
-        "that is too high."
-    )
-    return "\n".join(lines)
-
-
-def describe(x: Any) -> str:
-    shape = f"{x.dtype}{list(x.shape)}"
-    if not jnp.issubdtype(x.dtype, jnp.number) or not x.size:
-        return shape
-    low, high = jnp.min(x), jnp.max(x)
-    bad = "" if jnp.isfinite(x).all() else ", not all finite"
-    return f"{shape} from {low.item():.6g} to {high.item():.6g}{bad}"

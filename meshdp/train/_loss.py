@@ -9,7 +9,7 @@ from .._distribute import describe
 from ._mean import Mean
 
 # What a step reports by itself.
-METRICS = ("loss", "weight", "grad_norm", "skipped", "loss_scale", "guard")
+METRICS = ("loss", "weight", "grad_norm", "skipped", "loss_scale", "watch")
 
 
 def checked(out: Any, name: str) -> tuple[Mean, dict[str, Mean]]:

@@ -50,10 +50,11 @@ class Mean(eqx.Module):
         if mask.ndim > values.ndim or any(
             m not in (1, v) for m, v in zip(lead, values.shape, strict=True)
         ):
+            fits = " or ".join(map(str, dict.fromkeys((values.shape, values.shape[:1]))))
             raise ValueError(
-                f"Mean.of got values of shape {values.shape} and a mask of shape {mask.shape}. "
-                "Give one weight per value, or one for each of the leading dimensions: "
-                f"shape {values.shape} or {values.shape[:1]}."
+                f"Mean.of got values of shape {values.shape} and a mask of shape {mask.shape} "
+                "(in a step, those of one device's examples). Give one weight per value, or "
+                f"one for each of the leading dimensions: shape {fits}."
             )
         mask = jnp.broadcast_to(mask.reshape(lead), values.shape)
         kept = jnp.where(mask.astype(bool), values, 0).astype(wide)

@@ -116,9 +116,18 @@ def make_train_step(
 
     **Raises:**
 
-    - `ValueError`: when called, if the loss returns anything but `Mean`s of scalars, or the
-        batch does not divide.
+    - `ValueError`: when called, if the loss returns anything but `Mean`s of scalars, the
+        batch does not divide, or the learning rate is not one number.
     - `FloatingPointError`: when called, after `stop_after` steps that were not finite.
+
+    **Warns:**
+
+    - `RuntimeWarning`: if the loss or gradient of the first step is not finite or no example
+        counts (that step is waited for); and at any step, once per leaf of the batch, if its
+        values index what they are out of range of, such as labels that no class belongs to.
+        Later steps are looked at as they get done, and none is waited for.
+    - `UserWarning`: if the loss draws random numbers from other keys than its own, which are
+        the same at every step, or uses no keys although the model has `eqx.nn.Dropout`.
     """
     problems = []
     names = mesh.axis_names if isinstance(mesh, Mesh) else ("data", "fsdp")

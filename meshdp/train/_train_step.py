@@ -1,6 +1,5 @@
 """The structured step: its state, its gradients, its update."""
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from . import _guard
 from ._gather import Remat
 from ._gradients import sums
 from ._loss import checked
+from ._optimizer import check_scalar_rates
 from ._options import Options
 from ._plan import Plan
 from ._precision import batch_for, compute_types, kept, with_output
@@ -24,6 +24,7 @@ from ._reduce import squares
 from ._remat import layers, policy_of
 from ._state import TrainState
 from ._trains import only, which
+from ._watch import Named, Traced, Watch
 
 # `split` counts from 0, so a number that large is no sibling of the model's own keys.
 RUN = 2**31 - 1
@@ -41,7 +42,9 @@ class TrainStep(Distributed):
         self.__dict__.pop("__signature__", None)
         self._options, self._placement = options, placement
         self._probe: TrainStep | None = None
-        self._recent: collections.deque[Any] = collections.deque()
+        self._said: set[str] = set()
+        self._checked = False
+        self._watch = Watch(self._name(), options.stop_after, options.skip, options.scales)
 
     def init(self, make_model: Callable, key: Any, *args: Any) -> TrainState:
         """Makes the state on the mesh, each leaf in its place from the start.
@@ -90,21 +93,15 @@ class TrainStep(Distributed):
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step: `(state, metrics)`, both still on the devices."""
-        if len(self._recent) == 2:
-            self._look_back(state, *self._recent.popleft())
+        names = lambda: self._trained_paths(state)
+        self._watch.before(names)
         state, metrics = super().__call__(state, batch)
-        if self._options.stop_after is not None:
-            self._recent.append((*metrics.pop("guard"), batch))
+        self._watch.after(state, metrics, batch, names)
         return state, metrics
 
-    def _look_back(self, state: TrainState, step: Any, guard: Any, batch: Any) -> None:
-        """Ends a run that gets nowhere, by the step before the last, which is done."""
-        if int(guard.in_a_row) < (self._options.stop_after or 0):
-            return
-        self._recent.clear()
+    def _trained_paths(self, state: TrainState) -> list[str]:
         paths = _tree.split(state.model, "model")[1].paths()
-        names = [paths[i] for i in which(state.model, self._options.trains)]
-        raise FloatingPointError(_guard.complain(guard, int(step), names, batch))
+        return [paths[i] for i in which(state.model, self._options.trains)]
 
     @property
     def options(self) -> Options:
@@ -192,23 +189,26 @@ class TrainStep(Distributed):
                 )
             return *checked(out[0], self._name()), after
 
+        watch = Traced(self._name(), state.model, rest.paths(), self._said)
         key = jax.random.fold_in(state.key, state.step)
         # Per example, as in a mean: sums over many would leave the range of float16.
         share = rows[0].shape[0] if o.scales else 1
         scale = state.guard.scale / share if o.scales else jnp.ones(())
-        grads, mean, aux, carried = sums(
-            loss, plan, self.mesh, model, carried, rows, key, scale
+        grads, mean, aux, outside, carried = sums(
+            loss, plan, self.mesh, model, carried, rows, key, scale, watch
         )
         # Where no example counts there is nothing to learn: a gradient of 0, not 0 / 0.
         factor = jnp.where(mean.weight == 0, 0.0, 1 / (mean.weight * scale))
         grads = [g * factor.astype(g.real.dtype) for g in grads]
         parts = squares(grads, plan.trained, self.mesh)
-        metrics = {
+        metrics: dict[str, Any] = {
             "loss": mean.value(),
             "weight": mean.weight,
             "grad_norm": jnp.sqrt(parts.sum()),
             **{name: m.value() for name, m in aux.items()},
         }
+        if outside is not None:
+            metrics["watch"] = (state.step, None, watch.named, outside)
         return grads, parts, carried_structure.join(carried), metrics
 
     def _update(self, state: TrainState, grads, parts, carried, metrics):
@@ -224,6 +224,9 @@ class TrainStep(Distributed):
             lax.with_sharding_constraint(model[i], s) if s != plan.weights[i] else model[i]
             for i, s in zip(trained, plan.trained, strict=True)
         ]
+        if not self._checked:
+            check_scalar_rates(o.optimizer, as_tree(grads))
+            self._checked = True
         updates, opt_state = o.optimizer.update(
             as_tree(grads), state.opt_state, as_tree(old), value=metrics["loss"]
         )
@@ -239,7 +242,8 @@ class TrainStep(Distributed):
             if o.scales:
                 metrics["loss_scale"] = state.guard.scale
             if o.stop_after is not None:
-                metrics["guard"] = (state.step, guard)
+                _, _, *outside = metrics.get("watch", (None, None, Named(), None))
+                metrics["watch"] = (state.step, guard, *outside)
         for i, x in zip(trained, new, strict=True):
             model[i] = x
         model = structure.join(model)
@@ -318,6 +322,7 @@ class _Gradients(TrainStep):
 
     def _body(self, state, batch):
         grads, _, _, metrics = self._differentiate(state, batch)
+        metrics.pop("watch", None)
         structure = _tree.split(state.model, "model")[1]
         trained = which(state.model, self._options.trains)
         return state, (only(structure, trained, grads), metrics)

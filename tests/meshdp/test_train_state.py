@@ -58,8 +58,9 @@ def test_a_mask_that_does_not_fit_is_refused(shape):
     with pytest.raises(ValueError) as e:
         Mean.of(VALUES, np.ones(shape))
     assert str(e.value) == (
-        f"Mean.of got values of shape (3, 4) and a mask of shape {shape}. Give one weight per "
-        "value, or one for each of the leading dimensions: shape (3, 4) or (3,)."
+        f"Mean.of got values of shape (3, 4) and a mask of shape {shape} (in a step, those of "
+        "one device's examples). Give one weight per value, or one for each of the leading "
+        "dimensions: shape (3, 4) or (3,)."
     )
 
 

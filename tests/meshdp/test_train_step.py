@@ -117,6 +117,7 @@ def test_further_means_have_weights_of_their_own():
     assert {m.dtype for m in metrics.values()} == {jnp.dtype("float32"), jnp.dtype("int32")}
 
 
+@pytest.mark.filterwarnings("ignore:No example counts:RuntimeWarning")
 @pytest.mark.parametrize("skip", [True, False])
 def test_where_nothing_counts_the_loss_is_nan_and_nothing_is_learnt(skip):
     step = make(optimizer=optax.adam(RATE), skip=skip)
