@@ -40,12 +40,14 @@ def some(axes: Sequence[str], sizes: dict[str, int]) -> tuple[str, ...] | None:
 def examples(rows: int, sizes: dict[str, int]) -> tuple[str, ...] | None:
     """The entry of a spec for the first dimension of a batch of `rows`.
 
-    Outside of the pipeline `"stage"` is free, and shares the examples where they divide: so
-    the work before and after a pipeline is not done by each stage again.
+    Outside of the pipeline `"stage"` is free, and outside of the experts `"expert"` is: they
+    share the examples where these divide, so that the work there is not done again by each.
     """
-    base = some(EXAMPLES, sizes)
-    both = some((*EXAMPLES, "stage"), sizes)
-    return base if rows % ways(both, sizes) else both
+    for more in (("stage", "expert"), ("expert",), ("stage",)):
+        entry = some((*EXAMPLES, *more), sizes)
+        if not rows % ways(entry, sizes):
+            return entry
+    return some(EXAMPLES, sizes)
 
 
 def ways(entry: tuple[str, ...] | None, sizes: dict[str, int]) -> int:

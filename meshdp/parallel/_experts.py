@@ -23,6 +23,7 @@ from ._axes import (
     some,
     ways,
 )
+from ._dispatch import blocks, each_block, inverse, move, ranks
 
 AXIS = "expert"
 TOKENS = ("seq", AXIS, "tensor")
@@ -93,12 +94,13 @@ def route(
     logits = logits.astype(jnp.float32)
     experts = logits.shape[-1]
     shares = jax.nn.softmax(logits)
-    weights, ids = lax.top_k(shares, top_k)
+    ids = _best(shares, top_k)
+    one_hot = ids[..., None] == jnp.arange(experts).reshape(1, 1, 1, -1)
+    weights = jnp.where(one_hot, shares[..., None, :], 0).sum(-1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdims=True)
     counts = jnp.ones(logits.shape[:-1]) if mask is None else (mask != 0).astype(jnp.float32)
-    one_hot = (ids[..., None] == jnp.arange(experts).reshape(1, 1, 1, -1)).any(-2)
-    chosen = (one_hot * counts[..., None]).sum((0, 1))
+    chosen = (one_hot.any(-2) * counts[..., None]).sum((0, 1))
     share = (shares * counts[..., None]).sum((0, 1))
     z = (jax.nn.logsumexp(logits, axis=-1) ** 2 * counts).sum()
     tokens = counts.sum()
@@ -116,12 +118,28 @@ def route(
     )
 
 
+def _best(shares: Array, top_k: int) -> Array:
+    """Each device's own: left to the compiler, `top_k` gathers the tokens of all of them."""
+    sizes = here()
+    batch = examples(shares.shape[0], sizes)
+    batch = None if shares.shape[0] % ways(batch, sizes) else batch
+    tokens = _tokens(batch, sizes)
+    tokens = None if shares.shape[1] % ways(tokens, sizes) else tokens
+    spec = P(batch, tokens)
+    best = lambda x: lax.top_k(x, top_k)[1]
+    return everything("route", best, (spec,), spec)(lax.stop_gradient(shares))
+
+
+def _tokens(batch: tuple[str, ...] | None, sizes: dict[str, int]) -> tuple[str, ...] | None:
+    return some([a for a in TOKENS if a not in (batch or ())], sizes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """How an expert's function multiplies: each row by the weights of its own expert.
 
     Given to the function as its last argument. A row is a token; which rows belong to which
-    expert is none of the function's business.
+    expert, and of how many experts there are rows, is none of the function's business.
     """
 
     _dot: Callable
@@ -129,10 +147,21 @@ class Rows:
 
     def dot(self, x: Array, weight: Array) -> Array:
         """`[rows, in]` by `[experts, in, out]`: `[rows, out]`."""
+        if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1]:
+            raise ValueError(
+                f"rows.dot takes rows [rows, in] and a weight [experts, in, out], but their "
+                f"shapes are {x.shape} and {weight.shape} (of the experts that are together "
+                "here). For a bias [experts, out] use rows.each."
+            )
         return self._dot(x, weight)
 
     def each(self, value: Array) -> Array:
         """A bias `[experts, out]` as `[rows, out]`."""
+        if value.ndim != 2:
+            raise ValueError(
+                f"rows.each takes a bias [experts, out], but its shape is {value.shape} (of "
+                "the experts that are together here). For a weight use rows.dot."
+            )
         return self._each(value)
 
 
@@ -155,9 +184,10 @@ def experts(
     y, dropped = experts(expert, params, x, routing)
     ```
 
-    Under a mesh each device routes its share of the tokens (they are split over `"seq"`,
-    `"expert"` and `"tensor"`), sends them to the devices of their experts by one all-to-all
-    and gets the results back by another (GShard, Lepikhin et al. 2020).
+    Under a mesh each device has its share of the tokens (examples are split over `"expert"`
+    too, or tokens are where examples do not divide, and tokens over `"seq"` and `"tensor"`),
+    sends them to the devices of their experts by one all-to-all and gets the results back by
+    another (GShard, Lepikhin et al. 2020).
 
     **Arguments:**
 
@@ -169,25 +199,34 @@ def experts(
     - `capacity`: an expert takes from each device up to `capacity * top_k * tokens / experts`
         of the device's tokens (rounded up), those of the first choices and the first tokens
         first; the rest is dropped and adds 0 to the result. `None` drops nothing: rows are
-        sorted by expert and multiplied by `jax.lax.ragged_dot`. As shapes are fixed, the
-        buffers then hold the worst case, all tokens of a group on one device.
+        put together by expert and go through `f` in blocks, as many as there are rows for
+        (as in MegaBlocks, Gale et al. 2022), and the backward pass computes `f` anew. As
+        shapes are fixed, what is sent and received has room for the worst case, all tokens
+        of a group on one device; what is inside `f` has not.
 
     **Returns:**
 
-    `(y, dropped)`: `[batch, tokens, width]`, and how many choices were dropped, an integer over
-    the global batch.
+    `(y, dropped)`: `[batch, tokens, width of f's result]`, and how many choices were dropped,
+    an integer over the global batch.
 
     **Raises:**
 
-    - `ValueError`: naming every size that does not divide.
+    - `ValueError`: naming every size that does not divide, or what `f` returns instead of a
+        row for each row.
+    - `TypeError`: if `routing` does not come from `route`.
     """
     refuse_manual("experts", AXIS)
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"experts takes routing from meshdp.parallel.route, not {type(routing).__name__}."
+        )
     sizes = here()
     count = _check(params, x, routing, capacity, sizes)
     mask = routing.mask
     top_k = routing.ids.shape[-1]
     n = sizes.get(AXIS, 1)
-    batch, tokens = examples(x.shape[0], sizes), some(TOKENS, sizes)
+    batch = examples(x.shape[0], sizes)
+    tokens = _tokens(batch, sizes)
     shared = x.shape[0] * x.shape[1] // (ways(batch, sizes) * ways(tokens, sizes))
     if capacity is None:
         run = partial(_dropless, f, n, count)
@@ -202,7 +241,7 @@ def experts(
             ids = jnp.where(mask.reshape(-1, 1) != 0, ids, count)
         y, dropped = run(params, rows, ids, weights.reshape(-1, top_k))
         dropped = lax.psum(dropped, (*(batch or ()), *(tokens or ())))
-        return y.reshape(x.shape).astype(x.dtype), dropped
+        return y.reshape(*x.shape[:-1], -1).astype(x.dtype), dropped
 
     spec = P(batch, tokens)
     each = jax.tree.map(lambda _: P(some((AXIS,), sizes)), params)
@@ -231,7 +270,9 @@ def _check(params, x, routing, capacity, sizes) -> int:
             "[batch, tokens, width] of these"
         )
     else:
-        rows, split = ways(some(EXAMPLES, sizes), sizes), ways(some(TOKENS, sizes), sizes)
+        rows = ways(some(EXAMPLES, sizes), sizes)
+        names = _tokens(examples(x.shape[0], sizes), sizes)
+        split = ways(names, sizes)
         if x.shape[0] % rows:
             problems.append(
                 f"  batch: {x.shape[0]} examples do not divide by data*fsdp={rows}; give "
@@ -239,19 +280,23 @@ def _check(params, x, routing, capacity, sizes) -> int:
             )
         if x.shape[1] % split:
             problems.append(
-                f"  tokens: {x.shape[1]} do not divide by seq*expert*tensor={split}; give "
-                f"{near(x.shape[1], split)}"
+                f"  tokens: {x.shape[1]} do not divide by {'*'.join(names or ())}={split}; "
+                f"give {near(x.shape[1], split)}"
             )
     if count % sizes.get(AXIS, 1):
         problems.append(
             f"  experts: {count} do not divide by expert={sizes[AXIS]}; give "
             f"{near(count, sizes[AXIS])}"
         )
-    if capacity is not None and not capacity > 0:
+    if capacity is not None and not (_is_number(capacity) and capacity > 0):
         problems.append(f"  capacity: {capacity!r}; it takes a number above 0, or None")
     if problems:
         raise ValueError("experts cannot use these arguments:\n" + "\n".join(problems))
     return count
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def _swap(x: Array, n: int) -> Array:
@@ -259,65 +304,77 @@ def _swap(x: Array, n: int) -> Array:
     return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0) if n > 1 else x
 
 
+def _sent(x: Array, ids: Array, at: Array, places: int, count: int):
+    """The rows at their places, and which choice each is. Choices are `[top_k * rows]`."""
+    rows, choices = x.shape[0], ids.shape[0]
+    choice = inverse(at, places)
+    real = jnp.argmax(ids < count)
+    source = jnp.where(choice < choices, choice, real) % rows
+    return move(x, source, at.reshape(-1, rows)), choice
+
+
+def _returned(back: Array, at: Array, choice: Array, there: Array, weights: Array) -> Array:
+    """The weighted sum of what came back for each token."""
+    rows, top_k = weights.shape
+    each = move(back, jnp.minimum(at, back.shape[0] - 1), choice[None])
+    each = jnp.where(there[:, None], each, 0)
+    return (each.reshape(top_k, rows, -1) * weights.T[..., None]).sum(0)
+
+
 def _with_capacity(f, n, count, slots, params, x, ids, weights):
     """Each device has `slots` places in each expert."""
-    rows, width = x.shape
-    top_k = ids.shape[1]
     # First choices of all tokens come before second choices.
     flat = ids.T.reshape(-1)
-    one_hot = flat[:, None] == jnp.arange(count)[None]
-    place = jnp.where(one_hot, jnp.cumsum(one_hot, 0) - 1, 0).sum(-1)
-    real = flat < count
-    kept = real & (place < slots)
+    place, _ = ranks(flat, count)
+    kept = (flat < count) & (place < slots)
     at = jnp.where(kept, flat * slots + place, count * slots)
-    sent = jnp.zeros((count * slots, width), x.dtype)
-    sent = sent.at[at].set(jnp.tile(x, (top_k, 1)), mode="drop")
+    sent, choice = _sent(x, flat, at, count * slots, count)
     # [experts, slots, d] -> [n, own experts, slots, d] -> [own experts, n * slots, d]
     own = count // n
-    got = _swap(sent.reshape(n, own, slots, width), n)
-    got = got.transpose(1, 0, 2, 3).reshape(own * n * slots, width)
+    got = _swap(sent.reshape(n, own, slots, -1), n)
+    got = got.transpose(1, 0, 2, 3).reshape(own * n * slots, -1)
 
     def dot(x, weight):
         y = jnp.einsum("erd,edh->erh", x.reshape(own, -1, x.shape[-1]), weight)
         return y.reshape(-1, y.shape[-1])
 
     each = lambda value: jnp.repeat(value, n * slots, axis=0, total_repeat_length=len(got))
-    done = f(params, got, Rows(dot, each))
+    done = _apply(f, params, got, Rows(dot, each))
     done = done.reshape(own, n, slots, -1).transpose(1, 0, 2, 3)
     back = _swap(done, n).reshape(count * slots, -1)
-    y = jnp.where(kept[:, None], back[jnp.where(kept, at, 0)], 0)
-    y = (y.reshape(top_k, rows, -1) * weights.T[..., None]).sum(0)
-    return y, (real & ~kept).sum()
+    dropped = ((flat < count) & ~kept).sum()
+    return _returned(back, at, choice, kept, weights), dropped
 
 
 def _dropless(f, n, count, params, x, ids, weights):
-    """Rows sorted by expert, in buffers for the worst case."""
-    rows, width = x.shape
-    top_k = ids.shape[1]
+    """A device sends to each other its rows, by expert, in a buffer for all of them."""
+    rows, top_k = ids.shape
     own = count // n
-    flat = ids.reshape(-1)
     slots = rows * min(top_k, own)  # a token goes to an expert once
-    target = flat // own  # device n for masked tokens: nowhere
-    one_hot = target[:, None] == jnp.arange(n)[None]
-    place = jnp.where(one_hot, jnp.cumsum(one_hot, 0) - 1, 0).sum(-1)
-    at = jnp.where(flat < count, target * slots + place, n * slots)
-    sent = jnp.zeros((n * slots, width), x.dtype)
-    sent = sent.at[at].set(jnp.repeat(x, top_k, axis=0), mode="drop")
-    which = jnp.full(n * slots, own).at[at].set(flat % own, mode="drop")
-    got = _swap(sent.reshape(n, slots, width), n).reshape(n * slots, width)
-    which = _swap(which.reshape(n, slots), n).reshape(-1)
+    flat = ids.T.reshape(-1)
+    there = flat < count
+    place, counts = ranks(flat, count)
+    counts = counts.reshape(n, own)
+    start = (jnp.cumsum(counts, 1) - counts).reshape(-1)
+    expert = jnp.minimum(flat, count - 1)
+    at = jnp.where(there, expert // own * slots + start[expert] + place, n * slots)
+    sent, choice = _sent(x, flat, at, n * slots, count)
+    got = _swap(sent.reshape(n, slots, -1), n).reshape(n * slots, -1)
+    plan = blocks(_swap(counts, n), slots, rows * n * top_k // count)
 
-    order = jnp.argsort(which, stable=True)  # empty places last
-    groups = (which[:, None] == jnp.arange(own)[None]).sum(0)
-    filled = jnp.arange(n * slots) < groups.sum()
-    mine = jnp.minimum(which[order], own - 1)
-    # An empty place counts for the last expert: its row is 0, and what comes of it is cut off.
-    groups = groups.at[-1].add(n * slots - groups.sum())
-    dot = lambda x, weight: lax.ragged_dot(x, weight, groups.astype(jnp.int32))
-    done = f(params, got[order], Rows(dot, lambda value: value[mine]))
-    done = jnp.where(filled[:, None], done, 0)
-    done = jnp.zeros_like(done).at[order].set(done)
+    spread = lambda value: jnp.broadcast_to(value, (plan.source.shape[1], value.shape[-1]))
+    block = Rows(lambda x, weight: x @ weight[0], spread)
+    done = each_block(lambda params, x: _apply(f, params, x, block), params, got, plan)
     back = _swap(done.reshape(n, slots, -1), n).reshape(n * slots, -1)
-    y = jnp.where((flat < count)[:, None], back[jnp.minimum(at, n * slots - 1)], 0)
-    y = (y.reshape(rows, top_k, -1) * weights[..., None]).sum(1)
-    return y, jnp.zeros((), jnp.int32)
+    return _returned(back, at, choice, there, weights), jnp.zeros((), jnp.int32)
+
+
+def _apply(f, params, x, rows: "Rows"):
+    y = f(params, x, rows)
+    if getattr(y, "ndim", 0) != 2 or y.shape[0] != x.shape[0]:
+        what = f"an array of shape {y.shape}" if hasattr(y, "shape") else repr(y)
+        raise ValueError(
+            f"experts: f was given {x.shape[0]} rows of shape {x.shape[1:]} and returned "
+            f"{what}. Return one row for each: [rows, width]."
+        )
+    return y

@@ -139,6 +139,8 @@ def test_tokens_travel_by_all_to_all_alone():
     large = [c for c in found if c.bytes > 2 * ROWS * TOKENS * WIDTH]
     # Out and back, and the way back again for the gradients; the tokens themselves need none.
     assert [c.kind for c in large] == ["all-to-all"] * 3
+    # Each device chooses for its own tokens: the compiler would gather those of all of them.
+    assert "all-gather" not in {c.kind for c in found}
 
 
 def test_what_does_not_fit_is_dropped_and_counted():
@@ -160,3 +162,121 @@ def test_what_does_not_fit_is_dropped_and_counted():
     kept = np.asarray(y).any(-1).sum()
     assert kept == 2 * 4
     np.testing.assert_allclose(load, [0.5, 0.5, 0, 0])
+
+
+def forced(choices, experts):
+    """Routing of one example with these first choices."""
+    return route(jax.nn.one_hot(jnp.array([choices]), experts) * 9, 1)
+
+
+@pytest.mark.parametrize("capacity", [4.0, None], ids=["capacity", "dropless"])
+def test_a_place_that_stays_empty_makes_no_gradient_nan(capacity):
+    x = np.random.default_rng(0).standard_normal((1, 16, 4)).astype(np.float32)
+    # Has no derivative at a row of zeros.
+    unit = lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True))
+    f = lambda w, x, rows: rows.dot(unit(x), w)
+
+    def loss(w, x):
+        return experts(f, w, x, forced([0] * 3 + [2] * 13, 3), capacity=capacity)[0].sum()
+
+    got = jax.jit(jax.grad(loss, (0, 1)))(jnp.ones((3, 4, 4)), x)
+    plain = lambda w, x: (unit(x[0, :3]) @ w[0]).sum() + (unit(x[0, 3:]) @ w[2]).sum()
+    want = jax.grad(plain, (0, 1))(jnp.ones((3, 4, 4)), jnp.asarray(x))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_dropless_experts_work_only_on_blocks_that_hold_a_row():
+    sizes = []
+    choices = [0] * 30 + [2] * 2  # blocks of 8 rows: 4 of expert 0, 1 of expert 2
+
+    def f(w, x, rows):
+        jax.debug.callback(lambda x: sizes.append(len(x)), x)
+        return rows.dot(x, w)
+
+    run = jax.jit(lambda w, x: experts(f, w, x, forced(choices, 4), capacity=None)[0])
+    run(jnp.ones((4, 2, 2)), jnp.ones((1, 32, 2)))
+    jax.effects_barrier()
+    assert sizes == [8] * 5
+
+
+@pytest.mark.parametrize("capacity", [4.0, None], ids=["capacity", "dropless"])
+def test_what_the_function_closes_over_is_differentiated_and_vectorised(capacity):
+    rng = np.random.default_rng(0)
+    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((4, 3, 3), (2, 1, 8, 3)))
+    choices = [0, 1, 1, 2, 3, 3, 3, 0]
+
+    def loss(scale, w, x):
+        f = lambda w, x, rows: scale * rows.dot(x, w)
+        return experts(f, w, x, forced(choices, 4), capacity=capacity)[0].sum() ** 2
+
+    def plain(scale, w, x):
+        return (scale * jnp.einsum("td,tdh->th", x[0], w[np.array(choices)])).sum() ** 2
+
+    over = lambda f: jax.vmap(jax.grad(f, (0, 1, 2)), (0, None, 0))(jnp.arange(2.0) + 1, w, x)
+    for a, b in zip(jax.jit(lambda: over(loss))(), over(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_every_argument_that_does_not_fit_is_named_at_once():
+    def step(state, x):
+        routing = route(jnp.zeros((3, 15, 6)), 2)
+        return state, experts(expert, {"up": jnp.zeros((4, 2))}, x, routing, capacity=-1)
+
+    step = meshdp.distributed(
+        step, mesh=meshdp.make_mesh(data=2, expert=4), batch=P(), layout=meshdp.replicate()
+    )
+    with pytest.raises(ValueError) as e:
+        step({"w": jnp.zeros(8)}, np.ones((3, 15, 2), np.float32))
+    assert str(e.value) == (
+        "experts cannot use these arguments:\n"
+        "  params: first dimensions (4,); the router has 6 experts, so each takes (6, ...)\n"
+        "  batch: 3 examples do not divide by data*fsdp=2; give 2 or 4\n"
+        "  tokens: 15 do not divide by expert=4; give 12 or 16\n"
+        "  experts: 6 do not divide by expert=4; give 4 or 8\n"
+        "  capacity: -1; it takes a number above 0, or None"
+    )
+
+
+@pytest.mark.parametrize(
+    "f, words",
+    [
+        (
+            lambda w, x, rows: x[:3],
+            """experts: f was given 8 rows of shape (2,) and returned an array of shape (3, 2).
+            Return one row for each: [rows, width].""",
+        ),
+        (
+            lambda w, x, rows: rows.dot(x, w[0]),
+            """rows.dot takes rows [rows, in] and a weight [experts, in, out], but their shapes
+            are (8, 2) and (2, 2) (of the experts that are together here). For a bias [experts,
+            out] use rows.each.""",
+        ),
+        (
+            lambda w, x, rows: rows.each(w),
+            """rows.each takes a bias [experts, out], but its shape is (1, 2, 2) (of the experts
+            that are together here). For a weight use rows.dot.""",
+        ),
+    ],
+    ids=["result", "dot", "each"],
+)
+def test_what_an_experts_function_does_wrong_is_said(f, words):
+    with pytest.raises(ValueError) as e:
+        experts(f, jnp.ones((4, 2, 2)), jnp.ones((1, 8, 2)), forced([0] * 8, 4), capacity=None)
+    assert str(e.value) == " ".join(words.split())
+
+
+def test_a_routing_is_made_by_route():
+    with pytest.raises(TypeError) as e:
+        experts(expert, {}, jnp.ones((1, 8, 2)), (1, 2))  # type: ignore[arg-type]
+    assert str(e.value) == "experts takes routing from meshdp.parallel.route, not tuple."
+
+
+def test_route_names_what_does_not_fit():
+    with pytest.raises(ValueError) as e:
+        route(jnp.zeros((2, 3, 4)), 5, mask=jnp.ones(3))
+    assert str(e.value) == (
+        "route cannot use these arguments:\n"
+        "  top_k: 5; it takes a whole number from 1 to the 4 experts\n"
+        "  mask: shape (3,); it takes (2, 3)"
+    )
