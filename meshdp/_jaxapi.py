@@ -20,6 +20,7 @@ from jax._src.array import ArrayImpl
 from jax.core import Tracer
 from jax.experimental import mesh_utils
 from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType, Mesh
 
 VERSION = jax.__version__
@@ -107,6 +108,17 @@ def nested_axes_must_follow() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
+def keeps_barriers(platform: str) -> dict[str, Any] | None:
+    """Compiler options without which `jax.checkpoint` saves no memory outside loops.
+
+    XLA of jax 0.10 for CPU takes its barriers out before it merges equal computations, and so
+    what is computed again with what was kept. Delete when the floor is 0.11.
+    """
+    if platform == "cpu" and jax.__version_info__ < (0, 11):
+        return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    return None
+
+
 def memory_limit(device: Any) -> int:
     """The bytes that one device can hold; the host's memory, shared out, for the CPU."""
     stats = device.memory_stats()
@@ -118,6 +130,17 @@ def memory_limit(device: Any) -> int:
 
 # The key-value store that `jax.distributed` keeps on process 0: messages between hosts that
 # need no device, and so do not wait for what the devices are doing.
+
+
+def join_processes(*args: Any, **kwargs: Any) -> bool:
+    """As `jax.distributed.initialize`; `False` if it found no address and no cluster."""
+    try:
+        jax.distributed.initialize(*args, **kwargs)
+    except ValueError as e:
+        if str(e) != "coordinator_address should be defined.":
+            raise
+        return False
+    return True
 
 
 def store_set(key: str, value: str) -> None:
@@ -183,6 +206,15 @@ def subprograms(eqn: Any) -> list[Any]:
         for v in (p if isinstance(p, (tuple, list)) else (p,))
         if isinstance(v, kinds)
     ]
+
+
+def equations_for(closed: Any, used: Sequence[bool]) -> list[Any]:
+    """The equations that make the outputs marked in `used`, in order, on the same variables.
+
+    Each comes without those of its results, and of what it does inside, that none of these
+    outputs needs: a `shard_map` of two matrix products may come with one.
+    """
+    return list(dce_jaxpr(program(closed)[0], list(used))[0].eqns)
 
 
 def eqn_context(eqn: Any):

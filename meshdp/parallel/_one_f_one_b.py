@@ -1,4 +1,13 @@
-"""1F1B: each microbatch goes back as soon as it has come through, and its memory is free."""
+"""1F1B: each microbatch goes back as soon as it has come through, and its memory is free.
+
+All devices work in lockstep: in each tick all go forward, then all go backward, and in the
+bubble they compute what is thrown away. To skip that by `lax.cond` would save no time, as the
+others are waited for. What zero-bubble schedules can save here is that the weights' gradients
+are computed for m microbatches and not in m + p - 1 ticks. On eight forced CPU devices
+(`tests/benchmarks/pipeline_schedules.py`, 4 stages, 8 microbatches, width 768) that took 0.92
+of 1F1B's flops, 0.96 of its time (0.92 to 1.01) and 1.4 times its temporaries; with layers of
+width 256 it was no faster. `repeats=2` took 0.73 of the time, with the same memory.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from .. import _jaxapi
 from ..train import Mean
 from ._axes import EXAMPLES, here, manually, refuse_manual, some
+from ._halves import Stage
 from ._pipeline import AXIS, Layer, at, check, choose, empty, in_order, onward, run_layers
 from ._schedule import BACK, Schedule
 
@@ -26,8 +36,15 @@ class _Plan:
     stages: int
     microbatches: int
     repeats: int
+    remat: bool
+    later: bool
     rows: int
     batch: tuple[str, ...] | None
+
+    @property
+    def schedule(self) -> Schedule:
+        sizes = self.stages, self.microbatches, self.repeats
+        return Schedule("pipeline_loss", *sizes, self.remat, self.later)
 
 
 def pipeline_loss(
@@ -39,6 +56,8 @@ def pipeline_loss(
     *,
     microbatches: int,
     repeats: int = 1,
+    remat: bool = True,
+    zero_bubble: bool = False,
 ) -> Mean:
     """The loss of a stack of layers over `"stage"`, with the least memory (1F1B).
 
@@ -58,10 +77,10 @@ def pipeline_loss(
     al. 2021): a device keeps the inputs of at most `2p - 1` microbatches for p stages, however
     many there are, where `pipeline` keeps all. With `repeats=v`, each device holds v shorter
     runs of layers (interleaved 1F1B, ibid. section 2.2): the bubble is v times shorter, and
-    at most `2vp - 1` inputs are kept. Time and `bubble` are those of `pipeline` with `remat`.
-    Values and gradients are computed together, and gradients are right for any function of
-    the loss; there are no second derivatives. Gradients of the parameters are added up in
-    float32 at least.
+    at most `2vp - 1` inputs are kept. Time and `bubble` are those of `pipeline`. Values and
+    gradients are computed together, and gradients are right for any function of the loss;
+    there are no second derivatives. Gradients of the parameters are added up in float32 at
+    least.
 
     Without a mesh, or with one device along `"stage"`: `first`, a scan over the layers,
     `last`, on the whole batch.
@@ -75,6 +94,14 @@ def pipeline_loss(
         take their arrays from here and not from around them.
     - `batch`: a pytree of arrays, `[batch, ...]` (global shapes). It gets no gradient.
     - `microbatches`: as for `pipeline`; with `repeats`, a multiple of the number of stages.
+    - `repeats`: as for `pipeline`.
+    - `remat`: whether the backward pass computes a stage's inside anew from its input. Else
+        the inside is kept, for at most `2vp - 1` microbatches: a quarter less work.
+    - `zero_bubble`: whether a layer's backward pass is cut in two, for its input at once and
+        for its weights up to p - 1 ticks later, when no device would idle (ZB-H1 of Qi et al.
+        2023, in lockstep; the warm-up is that of 1F1B). Shortens the `bubble` by a third or a
+        quarter, and keeps both ends of each product with a weight for p more microbatches:
+        for few microbatches and wide layers.
 
     **Returns:**
 
@@ -94,8 +121,9 @@ def pipeline_loss(
         x = run_layers(f, params[1], first(params[0], batch), batch, True)
         mean = last(params[2], x, batch)
     else:
-        entry = some(EXAMPLES, sizes)
-        plan = _Plan(first, f, last, stages, microbatches, repeats, rows, entry)
+        functions, entry = (first, f, last), some(EXAMPLES, sizes)
+        numbers = (stages, microbatches, repeats)
+        plan = _Plan(*functions, *numbers, remat, zero_bubble, rows, entry)
         learned, fixed = eqx.partition(params, eqx.is_inexact_array)
         sums: Any = _loss(plan, learned, fixed, batch)
         mean = Mean(*sums)
@@ -117,8 +145,7 @@ def _forward(plan: _Plan, learned, fixed, batch):
         (specs, specs, rows),
         ((P(), P()), specs),
     )
-    schedule = Schedule("pipeline_loss", plan.stages, plan.microbatches, plan.repeats)
-    with jax.named_scope(schedule.scope):
+    with jax.named_scope(plan.schedule.scope):
         return run(learned, fixed, batch)
 
 
@@ -131,7 +158,7 @@ _loss.defvjp(_forward, _backward)
 
 def _per_device(plan: _Plan, learned, fixed, batch):
     p, m, v = plan.stages, plan.microbatches, plan.repeats
-    schedule = Schedule("pipeline_loss", p, m, v)
+    schedule = plan.schedule
     first_params, layers, last_params = learned
     # Integers among the parameters have no gradient to add up.
     first = lambda w, part: plan.first(eqx.combine(w, fixed[0]), part)
@@ -140,12 +167,9 @@ def _per_device(plan: _Plan, learned, fixed, batch):
     batch = jax.tree.map(lambda x: x.reshape(m, plan.rows // m, *x.shape[1:]), batch)
     shape = jax.eval_shape(first, first_params, at(batch, 0))
     nothing = empty(shape)
-    slots = schedule.kept
     zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     run = lambda turn, tree: tree if v == 1 else at(tree, turn)
-
-    def stage(w, turn, x, part):
-        return run_layers(plan.layer, eqx.combine(w, run(turn, fixed[1])), x, part, False)
+    stage = Stage(plan.layer, run(0, layers), run(0, fixed[1]), nothing, at(batch, 0))
 
     def last(last_params, y, part):
         mean = finish(last_params, y, part)
@@ -159,26 +183,25 @@ def _per_device(plan: _Plan, learned, fixed, batch):
             return u, 0, busy
         return u // (v * p) * p + u % p, u // p % v, busy
 
-    def go(t, got, kept):
-        """One microbatch forward: what it gives, and the inputs kept for going back."""
+    def backward_place(u):
+        # Backward, the turns come in the opposite order.
+        j, late, busy = place(u)
+        return j, v - 1 - late, busy
+
+    def forward(t, got, kept):
+        """One microbatch forward: what it gives, and what is kept for going back."""
         i, turn, busy = place(t - me)
         part = at(batch, i)
         enters = (me == 0) & (turn == 0)
         x = lax.cond(enters, lambda: first(first_params, part), lambda: zeros(nothing))
         x = choose(enters, x, got)
-        slot = jnp.clip(t - me, 0, v * m - 1) % slots
-        kept = jax.tree.map(
-            lambda k, x: lax.dynamic_update_index_in_dim(
-                k,
-                jnp.where(busy, x, lax.dynamic_index_in_dim(k, slot, keepdims=False)),
-                slot,
-                0,
-            ),
-            kept,
-            x,
-        )
-        y = choose(busy, stage(run(turn, layers), turn, x, part), nothing)
-        return y, kept, part, busy & (me == p - 1) & (turn == v - 1)
+        w = run(turn, (layers, fixed[1]))
+        if plan.remat:
+            y, keep = stage.forward(w, x, part), x
+        else:
+            y, keep = stage.forward_and_keep(w, x, part)
+        kept = _put(kept, keep, jnp.clip(t - me, 0, v * m - 1) % schedule.kept, busy)
+        return choose(busy, y, nothing), kept, part, busy & (me == p - 1) & (turn == v - 1)
 
     def turn_back(y, part, ends, sums):
         """On the last device: the loss and the gradient that starts the way back."""
@@ -194,77 +217,86 @@ def _per_device(plan: _Plan, learned, fixed, batch):
         loss, d_params, d_y = lax.cond(ends, on_last, elsewhere)
         return jax.tree.map(_add, sums, (loss, d_params)), d_y
 
-    def back(t, d_y, d_got, kept, grads):
-        """One microbatch backward; its stage is computed anew from the kept input.
-
-        `d_y`: the gradient that starts here, on the last device.
-        """
-        # Backward, the turns come in the opposite order.
-        j, late, busy = place(t - (v + 1) * p + 2 + me)
-        turn = v - 1 - late
+    def backward(t, d_y, d_got, kept, waiting, grads):
+        """One microbatch backward. `d_y`: the gradient that starts here, on the last device."""
+        k = t - lead - (p - 1 - me)
+        j, turn, busy = backward_place(k)
         part = at(batch, j)
         u = j if v == 1 else j // p * (v * p) + turn * p + j % p
         d_y = choose((me == p - 1) & (turn == v - 1), d_y, d_got)
-        _, pull = jax.vjp(
-            lambda w, x: stage(w, turn, x, part), run(turn, layers), at(kept, u % slots)
-        )
-        d_layers, d_x = pull(d_y)
+        keep, w = at(kept, u % schedule.kept), run(turn, (layers, fixed[1]))
+        if plan.remat:
+            _, keep = stage.forward_and_keep(w, keep, part)
+        sums, layer_sums = grads
+        if plan.later:
+            d_x, wait = stage.inputs(w, keep, d_y)
+            waiting = _put(waiting, wait, jnp.clip(k, 0, v * m - 1) % p, busy)
+        else:
+            d_x, d_layers = stage.both(w, keep, d_y)
+            # Chosen, not multiplied by 0: what the bubble computes may be NaN.
+            layer_sums = add_layers(layer_sums, choose(busy, d_layers, zeros(d_layers)), turn)
 
         def on_first():
             _, pull = jax.vjp(lambda w: first(w, part), first_params)
             return pull(d_x)[0]
 
-        # Chosen, not multiplied by 0: what the bubble computes may be NaN.
         d_first = lax.cond(
             busy & (me == 0) & (turn == 0), on_first, lambda: zeros(first_params)
         )
-        d_layers = choose(busy, d_layers, zeros(d_layers))
-        sums, layer_sums = grads
         sums = jax.tree.map(_add, sums, d_first)
+        return choose(busy, d_x, nothing), waiting, (sums, layer_sums)
+
+    def add_layers(sums, d_layers, turn):
         if v == 1:
-            layer_sums = jax.tree.map(_add, layer_sums, d_layers)
-        else:
-            layer_sums = jax.tree.map(
-                lambda s, d: s.at[turn].add(d.astype(s.dtype)), layer_sums, d_layers
-            )
-        return choose(busy, d_x, nothing), (sums, layer_sums)
+            return jax.tree.map(_add, sums, d_layers)
+        return jax.tree.map(lambda s, d: s.at[turn].add(d.astype(s.dtype)), sums, d_layers)
+
+    def weights(t, waiting, grads):
+        """What the weights get of the microbatch that came back `me` ticks ago: all devices
+        have p of them or less to do when the first device gets its first, and none idles."""
+        k = t - lead - (p - 1)
+        _, turn, _ = backward_place(k)
+        d_layers = stage.weights(run(turn, (layers, fixed[1])), at(waiting, k % p))
+        return grads[0], add_layers(grads[1], d_layers, turn)
 
     @jax.named_scope(BACK)
     def returned(tree):
         pairs = [(i, (i - 1) % p) for i in range(0 if v > 1 else 1, p)]
         return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
 
-    forward = lambda y: onward(y, p, around=v > 1)
+    def tick(carry, t, goes, comes, works):
+        got, kept, d_got, waiting, sums, grads = carry
+        d_y = d_got
+        if goes:
+            y, kept, part, ends = forward(t, got, kept)
+            if comes:
+                sums, d_y = turn_back(y, part, ends, sums)
+            got = onward(y, p, around=v > 1)
+        if comes:
+            d_x, waiting, grads = backward(t, d_y, d_got, kept, waiting, grads)
+            d_got = returned(d_x)
+        if works:
+            grads = weights(t, waiting, grads)
+        return (got, kept, d_got, waiting, sums, grads), None
 
-    def fill(carry, t):
-        got, kept = carry
-        y, kept, _, _ = go(t, got, kept)
-        return (forward(y), kept), None
-
-    def steady(carry, t):
-        got, kept, d_got, sums, grads = carry
-        y, kept, part, ends = go(t, got, kept)
-        sums, d_y = turn_back(y, part, ends, sums)
-        d_x, grads = back(t, d_y, d_got, kept, grads)
-        return (forward(y), kept, returned(d_x), sums, grads), None
-
-    def drain(carry, t):
-        kept, d_got, grads = carry
-        d_x, grads = back(t, d_got, d_got, kept, grads)
-        return (kept, returned(d_x), grads), None
-
-    store = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (slots, *x.shape)), nothing)
-    # No microbatch turns back before tick v * p - 1, and then each device works in both
-    # directions until none sets out.
+    stack = lambda tree, n: jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), tree)
+    # No microbatch turns back before tick v * p - 1.
     lead, ticks = v * p - 1, schedule.ticks
-    (got, kept), _ = lax.scan(fill, (nothing, store), jnp.arange(lead))
-    loss = (jnp.zeros(()), jnp.zeros(()))
-    sums = jax.tree.map(_wide_zeros, (last_params, first_params, layers))
-    carry = (got, kept, nothing, (loss, sums[0]), sums[1:])
-    carry, _ = lax.scan(steady, carry, jnp.arange(lead, ticks))
-    _, kept, d_got, (loss, d_last), grads = carry
-    carry, _ = lax.scan(drain, (kept, d_got, grads), jnp.arange(ticks, ticks + lead))
-    d_first, d_layers = carry[2]
+    wide = jax.tree.map(_wide_zeros, (last_params, first_params, layers))
+    carry = (
+        nothing,
+        stack(nothing if plan.remat else empty(stage.keeps), schedule.kept),
+        nothing,
+        stack(empty(stage.waits), p) if plan.later else (),
+        ((jnp.zeros(()), jnp.zeros(())), wide[0]),
+        wide[1:],
+    )
+    late = lead + p - 1 if plan.later else lead + ticks
+    edges = sorted({0, lead, min(late, ticks), ticks, lead + ticks})
+    for start, end in zip(edges, edges[1:], strict=False):
+        how = dict(goes=start < ticks, comes=start >= lead, works=start >= late)
+        carry, _ = lax.scan(partial(tick, **how), carry, jnp.arange(start, end))
+    *_, (loss, d_last), (d_first, d_layers) = carry
     examples = plan.batch or ()
     loss, d_first, d_last = lax.psum((loss, d_first, d_last), (*examples, AXIS))
     if examples:
@@ -272,6 +304,14 @@ def _per_device(plan: _Plan, learned, fixed, batch):
     return loss, jax.tree.map(
         lambda d, w: d.astype(w.dtype), (d_first, d_layers, d_last), learned
     )
+
+
+def _put(store, x, slot, busy):
+    def one(s, x):
+        old = lax.dynamic_index_in_dim(s, slot, keepdims=False)
+        return lax.dynamic_update_index_in_dim(s, jnp.where(busy, x, old), slot, 0)
+
+    return jax.tree.map(one, store, x)
 
 
 def _wide_zeros(w):

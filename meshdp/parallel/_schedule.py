@@ -4,7 +4,8 @@ import dataclasses
 import re
 
 _SCOPE = re.compile(
-    r"\b(pipeline|pipeline_loss)\(stages=(\d+),microbatches=(\d+),repeats=(\d+)(,whole)?\)"
+    r"\b(pipeline|pipeline_loss)\(stages=(\d+),microbatches=(\d+),repeats=(\d+)(,whole)?"
+    r"(,zero)?\)"
 )
 
 BACK = "back"
@@ -28,6 +29,9 @@ class Schedule:
     remat: bool = True
     """Whether only the inputs of stages are kept for the backward pass."""
 
+    zero_bubble: bool = False
+    """Whether the gradients of weights are left for later."""
+
     @property
     def ticks(self) -> int:
         """Of the forward pass, and of the backward pass."""
@@ -35,8 +39,18 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The share of ticks in which a device has nothing to do."""
-        return (self.stages - 1) / self.ticks
+        """The share of time in which a device has nothing to do."""
+        return self.bubble_of(self.ticks)
+
+    def bubble_of(self, ticks: float) -> float:
+        """The same, if each pass took so many ticks."""
+        busy = self.repeats * self.microbatches
+        if not self.zero_bubble:
+            return (ticks - busy) / ticks
+        # Forward, perhaps forward anew, and backward for inputs; each in every tick. What the
+        # weights get takes as long, and is done when there is something to do only.
+        passes = 3 if self.remat else 2
+        return passes * (ticks - busy) / (passes * ticks + busy)
 
     @property
     def kept(self) -> int:
@@ -50,7 +64,8 @@ class Schedule:
     def scope(self) -> str:
         """The `jax.named_scope` around it, by which `read` knows it in a compiled program."""
         sizes = f"stages={self.stages},microbatches={self.microbatches},repeats={self.repeats}"
-        return f"{self.block}({sizes}{'' if self.remat else ',whole'})"
+        options = ",whole" * (not self.remat) + ",zero" * self.zero_bubble
+        return f"{self.block}({sizes}{options})"
 
     @classmethod
     def read(cls, op_name: str) -> "Schedule | None":
@@ -58,15 +73,24 @@ class Schedule:
         found = _SCOPE.findall(op_name)
         if not found:
             return None
-        block, p, m, v, whole = found[-1]
-        return cls(block, int(p), int(m), int(v), not whole)
+        block, p, m, v, whole, zero = found[-1]
+        return cls(block, int(p), int(m), int(v), not whole, bool(zero))
 
 
-def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
+def bubble(
+    stages: int,
+    microbatches: int,
+    repeats: int = 1,
+    *,
+    remat: bool = True,
+    zero_bubble: bool = False,
+) -> float:
     """The share of time in which a device of the pipeline has nothing to do.
 
     `(p - 1) / (v * m + p - 1)` for p stages, m microbatches and v repeats (Narayanan et al.
-    2021, section 2.2): of a tick's length, p - 1 of v * m + p - 1 ticks. The same for
-    `pipeline` and `pipeline_loss`.
+    2021, section 2.2): p - 1 of v * m + p - 1 ticks. The same for `pipeline` and
+    `pipeline_loss`. With `zero_bubble`, if a layer takes as long forward, forward anew with
+    `remat`, backward for its input and backward for its weights: the last has no bubble, so
+    `3(p - 1) / (4vm + 3(p - 1))`, and without `remat` `2(p - 1) / (3vm + 2(p - 1))`.
     """
-    return Schedule("pipeline", stages, microbatches, repeats).bubble
+    return Schedule("", stages, microbatches, repeats, remat, zero_bubble).bubble

@@ -34,8 +34,7 @@ class Pipeline:
         """Counted in the program; `schedule.bubble` is the predicted one."""
         if not self.forward:
             return None
-        s = self.schedule
-        return 1 - self.passes * s.repeats * s.microbatches / self.forward
+        return self.schedule.bubble_of(self.forward / self.passes)
 
 
 def read_pipelines(module: Module) -> tuple[Pipeline, ...]:
@@ -116,7 +115,7 @@ def table(pipelines: Sequence[Pipeline], human) -> tuple[tuple[str, ...], ...]:
                 f"{s.bubble:.1%}",
                 "?" if p.bubble is None else f"{p.bubble:.1%}",
                 human(p.bytes),
-                human(s.kept * p.bytes) if s.remat else "all",
+                (human(s.kept * p.bytes) if s.remat else "all") + " and more" * s.zero_bubble,
             )
         )
     return tuple(rows)
@@ -126,15 +125,15 @@ def words(pipelines: Sequence[Pipeline], human) -> tuple[str, ...]:
     """What the table leaves open, and what each would keep under the other schedule."""
     lines = [
         (
-            "Bubble: the share of ticks in which a device has nothing to do; as predicted, and as "
-            "counted in the program."
+            "Bubble: the share of time in which a device has nothing to do; as predicted, and "
+            "as counted in the program."
         ),
         "Keeps: the inputs of stages that wait for the backward pass, per device (predicted).",
     ]
     for p in pipelines:
         s = p.schedule
         other = "pipeline_loss" if s.block == "pipeline" else "pipeline"
-        would = dataclasses.replace(s, block=other, remat=True)
+        would = dataclasses.replace(s, block=other, remat=True, zero_bubble=False)
         lines.append(f"As {other}, {s.scope} would keep {human(would.kept * p.bytes)}.")
         if p.bubble is not None and abs(p.bubble - s.bubble) > 1e-9:
             lines.append(

@@ -157,6 +157,8 @@ def test_the_bubble_is_that_of_the_papers():
     assert bubble(4, 4) == 3 / 7
     assert bubble(4, 4, repeats=2) == 3 / 11
     assert bubble(1, 4) == 0
+    assert bubble(4, 8, zero_bubble=True) == 9 / 41
+    assert bubble(4, 8, zero_bubble=True, remat=False) == 6 / 30
 
 
 def test_experts_name_every_size_that_does_not_fit():

@@ -1,5 +1,6 @@
 """What moves and what is held: read from the compiled programs, hardly anything is run."""
 
+import dataclasses
 import functools
 import re
 
@@ -96,6 +97,8 @@ def test_a_pipeline_that_keeps_all_and_a_loop_that_was_changed_are_reported_as_s
     assert Schedule.read(f"jit(f)/jvp({schedule.scope})/while/ppermute") == schedule
     assert Schedule.read("jit(f)/jvp(my_pipeline)/while/ppermute") is None
     found = (Pipeline(schedule, 6, None, 1000), Pipeline(schedule, None, 8, 1000))
+    zero = dataclasses.replace(schedule, block="pipeline_loss", zero_bubble=True)
+    assert Schedule.read(f"jit(f)/{zero.scope}/ppermute") == zero
     assert words(found[:1], str)[2:] == (
         "As pipeline_loss, pipeline(stages=2,microbatches=3,repeats=1,whole) would keep 3000.",
         (
@@ -110,7 +113,7 @@ def test_a_pipeline_that_keeps_all_and_a_loop_that_was_changed_are_reported_as_s
 
 
 @functools.cache
-def gradient_of(name, stages, microbatches, repeats=1):
+def gradient_of(name, stages, microbatches, repeats=1, **options):
     """A pipeline's gradient, compiled, in microbatches of 64 rows, however many."""
     layer = lambda w, x, _: x + jnp.tanh(x @ w)
 
@@ -119,7 +122,7 @@ def gradient_of(name, stages, microbatches, repeats=1):
             first = lambda _, b: jnp.tile(b, (1, WIDTH))
             last = lambda _, x, b: meshdp.Mean.of((x * x).sum(-1))
             params = ((), w, ())
-            sizes = dict(microbatches=microbatches, repeats=repeats)
+            sizes = dict(microbatches=microbatches, repeats=repeats, **options)
             return pipeline_loss(first, layer, last, params, x, **sizes).total
         x = jnp.tile(x, (1, WIDTH))
         y = pipeline(layer, w, x, microbatches=microbatches, repeats=repeats)
@@ -170,7 +173,7 @@ def test_the_report_prints_the_bubble_and_what_waits_for_the_backward_pass():
     _, lines = reported(*gradient_of("circular", 4, 5, 3))
     assert lines == [
         (
-            "Bubble: the share of ticks in which a device has nothing to do; as predicted, and "
+            "Bubble: the share of time in which a device has nothing to do; as predicted, and "
             "as counted in the program."
         ),
         "Keeps: the inputs of stages that wait for the backward pass, per device (predicted).",
@@ -198,6 +201,21 @@ def test_1f1b_holds_as_much_for_32_microbatches_as_for_8_and_gpipe_more_for_each
     assert [kept("gpipe", m) for m in (8, 32)] == [11, 35]
     assert [kept("1f1b", m) for m in (8, 32)] == [7, 7]
     assert [kept("1f1b", m, 2) for m in (8, 32)] == [15, 15]
+
+
+@pytest.mark.parametrize("v, remat", [(1, True), (2, False)])
+def test_zero_bubble_computes_as_much_less_as_predicted(v, remat):
+    def flops(**options):
+        program, mesh = gradient_of("1f1b", 4, 8, v, **options)
+        report = meshdp.report_compiled(program, mesh, device=HAND)
+        return report.work.flops, report.pipelines[0]
+
+    (plain, _), (ours, found) = flops(), flops(zero_bubble=True, remat=remat)
+    # Forward, forward anew, backward for inputs and for weights: as long for such layers.
+    passes, busy, ticks = 2 + remat, 8 * v, 8 * v + 3
+    assert ours / plain == pytest.approx((passes * ticks + busy) / (4 * ticks), rel=0.01)
+    assert found.bubble == pytest.approx(1 - (passes + 1) * busy / (passes * ticks + busy))
+    assert found.bubble == bubble(4, 8, v, remat=remat, zero_bubble=True)
 
 
 def test_circular_keeps_no_slice_of_the_weights_for_each_tick():

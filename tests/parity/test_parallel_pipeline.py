@@ -1,6 +1,7 @@
 """Layers over `stage` against the same layers one after the other on one device."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,14 +85,17 @@ def oracle(key_data):
 
 
 def total(p, data, keys, how):
-    """`how`: (schedule, microbatches, repeats)."""
+    """`how`: (schedule, microbatches, repeats), where the schedule is words."""
     schedule, m, repeats = how
     data = {**data, "keys": keys}
     first = lambda embed, b: embed[b["x"]]
     last = lambda head, x, b: meshdp.Mean.of(losses(x @ head, b["y"]), b["mask"])
-    if schedule == "1f1b":
+    remat = "keeping" not in schedule
+    if "1f1b" in schedule or "zero" in schedule:
         params = (p["embed"], p["layers"], p["head"])
-        return pipeline_loss(first, layer, last, params, data, microbatches=m, repeats=repeats)
+        options: Any = dict(microbatches=m, repeats=repeats, remat=remat)
+        options["zero_bubble"] = "zero" in schedule
+        return pipeline_loss(first, layer, last, params, data, **options)
     x = first(p["embed"], data)
     x = pipeline(layer, p["layers"], x, {"keys": keys}, microbatches=m, repeats=repeats)
     return last(p["head"], x, data)
@@ -162,7 +166,14 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "how", [("gpipe", 4, 1), ("circular", 4, 2), ("1f1b", 4, 1), ("1f1b", 4, 2)], ids=str
+    "how",
+    [
+        ("gpipe", 4, 1),
+        ("circular", 4, 2),
+        ("interleaved 1f1b", 4, 2),
+        ("zero bubble, keeping all", 4, 1),
+    ],
+    ids=lambda how: how[0],
 )
 def test_a_poisoned_pipeline_of_tensor_split_stages_trains_as_one_device(how, monkeypatch):
     poisoned(monkeypatch)
@@ -175,9 +186,9 @@ def test_a_poisoned_pipeline_of_tensor_split_stages_trains_as_one_device(how, mo
         (dict(stage=4, fsdp=2), ("gpipe", 8, 1)),
         (dict(stage=4, data=2), ("circular", 4, 2)),
         (dict(stage=8), ("1f1b", 16, 1)),
-        (dict(stage=2, data=4), ("1f1b", 4, 4)),
+        (dict(stage=2, data=4), ("interleaved zero bubble", 4, 4)),
     ],
-    ids=["gpipe", "circular", "1f1b", "interleaved"],
+    ids=["gpipe", "circular", "1f1b", "zero"],
 )
 def test_a_poisoned_pipeline_under_automatic_axes_trains_as_one_device(sizes, how, monkeypatch):
     poisoned(monkeypatch)
