@@ -138,8 +138,21 @@ def _short(path: str, parts: int = 2) -> str:
 
 _BOILERPLATE = re.compile(
     r"jit\(.*\)|shard_map|while|body|cond|closed_call|eval_jaxpr|checkpoint|pjit|"
-    r"rematted_computation|branch_\d+_fun|((transpose|jvp|vmap)\()+\)+"
+    r"rematted_computation|branch_\d+_fun|"
 )
+_WRAPPED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
+_ARGUMENTS = re.compile(r"(?<=^pipeline)\(.*\)|(?<=^pipeline_loss)\(.*\)")
+
+
+def _scopes(op_name: str) -> str:
+    """A path of operations without what JAX put around them."""
+    scopes = []
+    for scope in op_name.split("/"):
+        while wrapped := _WRAPPED.fullmatch(scope):
+            scope = wrapped[1]
+        if not _BOILERPLATE.fullmatch(scope):
+            scopes.append(_ARGUMENTS.sub("", scope))
+    return "/".join(scopes)
 
 
 def what(c: Collective) -> str:
@@ -152,9 +165,12 @@ def what(c: Collective) -> str:
         phase = "recomputed" if "rematted_computation" in c.op_name else "backward"
     elif "jvp(" in c.op_name:
         phase = "forward"
-    scopes = [p for p in c.op_name.split("/") if not _BOILERPLATE.fullmatch(p)]
     argument = re.sub(r"\[\d+\]", "[*]", c.argument)
-    return f"{phase} {argument or '/'.join(scopes)}".strip()
+    # XLA joins the names of what it fused: "a/(b/c:d)".
+    fused = re.fullmatch(r"(?:.*/)?\((.*:.*)\)", c.op_name)
+    names = fused[1].split(":") if fused else [c.op_name]
+    names = list(dict.fromkeys(filter(None, map(_scopes, names))))
+    return f"{phase} {argument or ', '.join(names)}".strip()
 
 
 def _each(report: Report, most: int | None) -> Section:
