@@ -6,6 +6,8 @@ Learns its own source on forced CPU devices: the loss falls from 6.0 to 4.7. Or 
 data=2,fsdp=2,seq=2, or data=2,expert=4. Marked `# <-`: what any of them needs.
 """
 
+import argparse
+import math
 import sys
 
 import jax
@@ -19,6 +21,8 @@ from meshdp import parallel, testing
 
 VOCAB, WIDTH, HEADS, LAYERS, EXPERTS = 256, 32, 4, 4, 4  # a token is a byte
 BATCH, TOKENS, STEPS = 16, 32, 8  # examples per step over all devices; bytes per example
+AXES = "data fsdp stage expert seq tensor".split()
+MESH = {"data": 2, "stage": 2, "tensor": 2}
 
 
 def make_model(key):
@@ -61,18 +65,35 @@ def make_step(mesh):
     return meshdp.make_train_step(loss_fn, optax.adam(3e-3), mesh=mesh, layout=layout)
 
 
-def main(mesh="data=2,stage=2,tensor=2"):
-    sizes = {axis: int(n) for axis, n in (part.split("=") for part in mesh.split(","))}
-    testing.force_devices(int(np.prod([*sizes.values()])))
-    step = make_step(meshdp.make_mesh(**sizes))
-    state = step.init(make_model, jax.random.key(0))
-    text = np.fromfile(__file__, np.uint8).astype(np.int32)
-    for i in range(STEPS):
-        first = np.random.default_rng(i).integers(0, len(text) - TOKENS - 1, (BATCH, 1))
-        at = first + np.arange(TOKENS)
-        state, metrics = step(state, {"x": text[at], "y": text[at + 1]})
-        print(f"loss {float(metrics['loss']):.4f}", flush=True)
+def sizes(text):
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    good = all(axis in AXES and n.isdecimal() and int(n) for axis, n in pairs)
+    if not good or len(dict(pairs)) < len(pairs) or math.prod(int(n) for _, n in pairs) > 64:
+        what = "each at most once, with a number of devices, of which there are 64 at most"
+        raise argparse.ArgumentTypeError(f"{text!r}; it takes {', '.join(AXES)}, {what}")
+    return {axis: int(n) for axis, n in pairs}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    text = "devices along each axis (data=2,stage=2,tensor=2)"
+    parser.add_argument("--mesh", type=sizes, default=MESH, metavar="AXIS=N,...", help=text)
+    mesh = parser.parse_args().mesh
+    testing.force_devices(math.prod(mesh.values()))
+    try:
+        step = make_step(meshdp.make_mesh(**mesh))
+        state = step.init(make_model, jax.random.key(0))
+        text = np.fromfile(__file__, np.uint8).astype(np.int32)
+        for i in range(STEPS):
+            first = np.random.default_rng(i).integers(0, len(text) - TOKENS - 1, (BATCH, 1))
+            at = first + np.arange(TOKENS)
+            state, metrics = step(state, {"x": text[at], "y": text[at + 1]})
+            print(f"loss {float(metrics['loss']):.4f}", flush=True)
+    except ValueError as e:  # sizes that do not divide the model or the batch
+        parser.error(f"argument --mesh: {e}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped by Ctrl-C.")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[2:])  # what follows --mesh
+    main()

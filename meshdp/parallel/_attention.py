@@ -1,6 +1,7 @@
 """Exact attention over a sequence that is split over the mesh axis `"seq"`."""
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from .._check import path_str
 from . import _ring
-from ._axes import EXAMPLES, everything, examples, here, near, refuse_manual, some, ways
+from ._axes import (
+    EXAMPLES,
+    everything,
+    examples,
+    here,
+    near,
+    refuse_manual,
+    refuse_others,
+    some,
+    ways,
+)
 from ._blockwise import Keys, attend
 
 METHODS, ORDERS = ("ring", "ulysses"), ("natural", "zigzag")
@@ -66,7 +78,7 @@ def attention(
     - `k`, `v`: `[batch, tokens, kv_heads, size]`; `kv_heads` divides `heads`, and each serves
         `heads / kv_heads` consecutive query heads. The size of `v` may differ.
     - `causal`: whether a token sees only itself and the tokens before it.
-    - `mask`: `[batch, tokens]`, false where a key is padding, which nobody sees.
+    - `mask`: `[batch, tokens]`, false or 0 where a key is padding, which nobody sees.
     - `segment_ids`: `[batch, tokens]` integers; tokens see only those of equal id.
     - `scale`: of the scores; `1 / sqrt(size)` if `None`.
 
@@ -77,15 +89,21 @@ def attention(
     **Raises:**
 
     - `ValueError`: naming every argument of a shape that does not fit the others or the mesh.
+    - `TypeError`: if something is not an array.
     """
     sizes = here()
     refuse_manual("attention", "seq")
+    more = {"mask": mask, "segment_ids": segment_ids}
+    given = {name: x for name, x in more.items() if x is not None}
+    refuse_others("attention", q=q, k=k, v=v, **given)
     _check(q, k, v, mask, segment_ids, method, order, sizes)
     batch, heads = examples(q.shape[0], sizes), some(("tensor",), sizes)
     plan = _Plan(sizes.get("seq", 1), bool(causal), order, batch, heads)
     b, t, n_heads, size = q.shape
     groups = k.shape[2]
     q = q * jnp.asarray(size**-0.5 if scale is None else scale, q.dtype)
+    if mask is not None:
+        mask = mask != 0
     q = q.reshape(b, t, groups, n_heads // groups, size)
     run = _ulysses if method == "ulysses" and plan.n > 1 else _over_ring
     out: Any = run(plan, q, k, v, segment_ids, mask)
@@ -98,11 +116,12 @@ def zigzag(x: Any, dim: int = 1) -> Any:
     The sequence is cut into twice as many chunks as `"seq"` has devices, and device i gets
     chunks i and 2n-1-i. Without a mesh, or with one device along `"seq"`, nothing changes, so
     call it inside the step. `x` is an array or a pytree of arrays; `dim` is their dimension
-    of tokens.
+    of tokens. A token's target is the next one of the text: shift first, then `zigzag`.
 
     **Raises:**
 
-    - `ValueError`: if the tokens do not divide into the chunks.
+    - `ValueError`: naming every array without that dimension, or whose tokens do not divide
+        into the chunks.
     """
     return _permute(x, dim, inverse=False)
 
@@ -116,12 +135,19 @@ def _permute(x: Any, dim: int, *, inverse: bool) -> Any:
     n = here().get("seq", 1)
     if n == 1:
         return x
-    for leaf in jax.tree.leaves(x):
-        if leaf.shape[dim] % (2 * n):
-            raise ValueError(
-                f"zigzag over seq={n} cuts dimension {dim} into {2 * n} chunks, but the shape "
-                f"is {leaf.shape}. Use {near(leaf.shape[dim], 2 * n)} tokens."
-            )
+    problems = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        name, shape = path_str(path) or "x", jnp.shape(leaf)
+        if not -len(shape) <= dim < len(shape):
+            problems.append(f"  {name}: shape {shape} has no such dimension; leave it out")
+        elif shape[dim] % (2 * n):
+            fit = near(shape[dim], 2 * n)
+            problems.append(f"  {name}: shape {shape}; give {fit} tokens")
+    if problems:
+        raise ValueError(
+            f"zigzag over seq={n} cuts dimension {dim}, the tokens, into {2 * n} chunks:\n"
+            + "\n".join(problems)
+        )
     return jax.tree.map(lambda leaf: _permute_one(leaf, dim % leaf.ndim, n, inverse), x)
 
 
@@ -205,6 +231,9 @@ def _misfits(q, k, v, method, order, sizes) -> list[str]:
     if k.shape[2] % split:
         over = "tensor" if method != "ulysses" else "seq*tensor"
         fix = "" if method != "ulysses" else ', or method="ring"'
+        times = split // math.gcd(k.shape[2], split)
+        if heads % (k.shape[2] * times) == 0:
+            fix += f", or each {times} times: jnp.repeat(k, {times}, axis=2) and so v"
         problems.append(
             f"  kv_heads: {k.shape[2]} do not divide by {over}={split}; give "
             f"{near(k.shape[2], split)}{fix}"

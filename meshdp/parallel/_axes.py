@@ -50,6 +50,17 @@ def examples(rows: int, sizes: dict[str, int]) -> tuple[str, ...] | None:
     return some(EXAMPLES, sizes)
 
 
+def refuse_others(who: str, **given: Any) -> None:
+    """Python's lists and numbers have no shape to check."""
+    wrong = [
+        f"{name} is a {type(x).__name__}"
+        for name, x in given.items()
+        if not (hasattr(x, "shape") and hasattr(x, "dtype"))
+    ]
+    if wrong:
+        raise TypeError(f"{who} takes arrays, but {', '.join(wrong)}. Use jnp.asarray.")
+
+
 def ways(entry: tuple[str, ...] | None, sizes: dict[str, int]) -> int:
     return math.prod(sizes[a] for a in entry or ())
 

@@ -81,31 +81,34 @@ def _finite(x: Array) -> Array:
     return jnp.where(jnp.isneginf(x), 0.0, x)
 
 
-def _blocks(keys: Keys):
-    """Keys in blocks along a new first dimension, or `None` if they are one block."""
+def _blocks(keys: Keys) -> tuple[Keys | None, Keys | None]:
+    """Keys in blocks along a new first dimension, and those that are left."""
     size = keys.position.shape[0]
-    if size <= BLOCK or size % BLOCK:
-        return None
     n = size // BLOCK
+    rest = keys.part(n * BLOCK, size) if size % BLOCK else None
+    if n == 0 or size == BLOCK:
+        return None, keys
+    keys = keys.part(0, n * BLOCK)
     rows = lambda x: (
         None if x is None else jnp.moveaxis(x.reshape(x.shape[0], n, BLOCK, *x.shape[2:]), 1, 0)
     )
-    return Keys(
+    blocks = Keys(
         rows(keys.k),  # type: ignore[arg-type]
         rows(keys.v),  # type: ignore[arg-type]
         keys.position.reshape(n, BLOCK),
         rows(keys.segment),
         rows(keys.mask),
     )
+    return blocks, rest
 
 
 def look(sums: Sums, queries: Queries, keys: Keys, causal: bool) -> Sums:
     """Adds what the queries see in these keys."""
-    blocks = _blocks(keys)
+    blocks, rest = _blocks(keys)
     if blocks is not None:
         step = lambda sums, block: (_look(sums, queries, block, causal), None)
-        return lax.scan(step, sums, blocks)[0]
-    return _look(sums, queries, keys, causal)
+        sums = lax.scan(step, sums, blocks)[0]
+    return sums if rest is None else _look(sums, queries, rest, causal)
 
 
 def _look(sums: Sums, queries: Queries, keys: Keys, causal: bool) -> Sums:
@@ -145,7 +148,7 @@ def back(
     queries: Queries, slopes: Slopes, keys: Keys, causal: bool
 ) -> tuple[Array, Array, Array]:
     """Gradients of the scaled queries, the keys and the values, in float32."""
-    blocks = _blocks(keys)
+    blocks, rest = _blocks(keys)
     if blocks is None:
         return _back(queries, slopes, keys, causal)
 
@@ -154,8 +157,13 @@ def back(
         return dq + more, (dk, dv)
 
     dq, (dk, dv) = lax.scan(step, jnp.zeros(queries.q.shape, jnp.float32), blocks)
-    flat = lambda x, like: jnp.moveaxis(x, 0, 1).reshape(like.shape)
-    return dq, flat(dk, keys.k), flat(dv, keys.v)
+    flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    dk, dv = flat(dk), flat(dv)
+    if rest is not None:
+        more, *tail = _back(queries, slopes, rest, causal)
+        dq = dq + more
+        dk, dv = (jnp.concatenate(pair, 1) for pair in zip((dk, dv), tail, strict=True))
+    return dq, dk, dv
 
 
 def _back(queries, slopes, keys, causal):

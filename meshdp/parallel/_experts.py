@@ -20,6 +20,7 @@ from ._axes import (
     near,
     outside,
     refuse_manual,
+    refuse_others,
     some,
     ways,
 )
@@ -75,6 +76,8 @@ def route(
 
     - `ValueError`: if a shape or `top_k` does not fit.
     """
+    more = {} if mask is None else {"mask": mask}
+    refuse_others("route", logits=logits, **more)
     problems = []
     if logits.ndim != 3:
         problems.append(f"  logits: shape {logits.shape}; it takes [batch, tokens, experts]")
@@ -220,6 +223,7 @@ def experts(
         raise TypeError(
             f"experts takes routing from meshdp.parallel.route, not {type(routing).__name__}."
         )
+    refuse_others("experts", x=x)
     sizes = here()
     count = _check(params, x, routing, capacity, sizes)
     mask = routing.mask

@@ -58,8 +58,13 @@ def megatron(
 
     **Raises:**
 
-    - `ValueError`: if nothing in the model is known, or a name is in two of the lists.
+    - `ValueError`: if nothing in the model is known, or a name is in two of the sets.
     """
+    for name, value in (("columns", columns), ("rows", rows), ("tables", tables)):
+        if isinstance(value, str):
+            raise ValueError(
+                f"megatron takes {name} as a set of names, not {value!r}: give {{{value!r}}}."
+            )
     twice = sorted(
         (set(columns) & set(rows)) | (set(rows) & set(tables)) | (set(columns) & set(tables))
     )
@@ -156,6 +161,8 @@ def mlp(module: eqx.nn.MLP, x: Array, *, sequence: bool = False) -> Array:
                 f"with arrays: {what!r}. Write it with columns and row."
             )
     last = len(module.layers) - 1
+    if module.in_size == "scalar":
+        x = x[..., None]
     for i, layer in enumerate(module.layers):
         if i == last and i % 2 == 0:  # an odd one at the end, whole
             x = _plain(x, layer)
@@ -166,7 +173,7 @@ def mlp(module: eqx.nn.MLP, x: Array, *, sequence: bool = False) -> Array:
                 else columns(x, layer, sequence=sequence)[0]
             )
         x = module.final_activation(x) if i == last else module.activation(x)
-    return x
+    return x[..., 0] if module.out_size == "scalar" else x
 
 
 def _plain(x: Array, layer: Any) -> Array:
@@ -179,11 +186,18 @@ def self_attention(
 ) -> Array:
     """Applies an `equinox.nn.MultiheadAttention` to `[batch, tokens, width]`.
 
-    As `jax.vmap(lambda x: module(x, x, x))`, without its dropout. Heads are split over
+    As `jax.vmap(lambda x: module(x, x, x))`, without dropout. Heads are split over
     `"tensor"` and tokens over `"seq"`: one all-reduce over `"tensor"` forward and one
     backward. `how` goes to `attention`: `causal`, `mask`, `segment_ids`, `method`, `order`.
     `sequence` is as for `row`.
     """
+    dropout = module.dropout
+    if dropout.p > 0 and not dropout.inference:
+        raise ValueError(
+            f"self_attention drops no attention weights, but the module has dropout_p="
+            f"{dropout.p}. Make it with dropout_p=0 (and drop from what it returns, if need "
+            "be), or call eqx.nn.inference_mode on it."
+        )
     layers = module.query_proj, module.key_proj, module.value_proj
     heads = lambda y: y.reshape(*y.shape[:2], module.num_heads, -1)
     q, k, v = map(heads, columns(x, *layers, sequence=sequence))

@@ -16,7 +16,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from ._axes import EXAMPLES, everything, examples, here, near, refuse_manual, some, total, ways
+from ._axes import (
+    EXAMPLES,
+    everything,
+    examples,
+    here,
+    near,
+    refuse_manual,
+    refuse_others,
+    some,
+    total,
+    ways,
+)
 
 AXIS = "tensor"
 
@@ -39,9 +50,9 @@ def _arrays(who: str, layer: Any, axis: int) -> tuple[Array, Array | None]:
     weight, bias = getattr(layer, "weight", layer), getattr(layer, "bias", None)
     n = here().get(AXIS, 1)
     if getattr(weight, "ndim", 0) != 2:
+        what = f"an array of shape {weight.shape}" if hasattr(weight, "shape") else repr(layer)
         raise ValueError(
-            f"{who} takes equinox.nn.Linear layers or weights of shape [out, in], not "
-            f"{layer!r}."
+            f"{who} takes equinox.nn.Linear layers or weights of shape [out, in], not {what}."
         )
     if weight.shape[axis] % n:
         what = ("outputs", "inputs")[axis]
@@ -52,7 +63,24 @@ def _arrays(who: str, layer: Any, axis: int) -> tuple[Array, Array | None]:
     return weight, bias
 
 
+def _check_width(who: str, x: Array, weight: Array) -> None:
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{who}: x has the shape {x.shape}, but a weight of shape {weight.shape} takes "
+            f"{weight.shape[1]} in the last dimension. Weights are [out, in]."
+        )
+
+
+def _check_integers(who: str, name: str, x: Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{who} takes {name} as integers, but their dtype is {x.dtype}. Use "
+            f"{name}.astype(jnp.int32)."
+        )
+
+
 def _check_tokens(who: str, x: Array, sizes: dict[str, int], sequence: bool) -> None:
+    refuse_others(who, x=x)
     if x.ndim < 2 or (sequence and x.ndim < 3):
         shape = "[batch, tokens, width]" + ("" if sequence else " or [batch, width]")
         raise ValueError(f"{who} takes x of shape {shape}, but its shape is {x.shape}.")
@@ -100,6 +128,8 @@ def columns(x: Array, *layers: Any, sequence: bool = False) -> tuple[Array, ...]
     sizes = here()
     _check_tokens("columns", x, sizes, sequence)
     arrays = [_arrays("columns", layer, 0) for layer in layers]
+    for weight, _ in arrays:
+        _check_width("columns", x, weight)
     split = AXIS in sizes
 
     def per_device(x, arrays):
@@ -139,6 +169,7 @@ def row(x: Array, layer: Any, *, sequence: bool = False) -> Array:
     sizes = here()
     _check_tokens("row", x, sizes, sequence)
     weight, bias = _arrays("row", layer, 1)
+    _check_width("row", x, weight)
     n = sizes.get(AXIS, 1)
 
     def per_device(x, weight, bias):
@@ -185,9 +216,14 @@ def embed(table: Any, tokens: Array) -> Array:
     `[batch, tokens, width]`.
     """
     refuse_manual("embed", AXIS)
+    refuse_others("embed", tokens=tokens)
+    _check_integers("embed", "tokens", tokens)
     table, _ = _arrays("embed", table, 0)
     sizes = here()
-    _check_tokens("embed", tokens[..., None], sizes, False)
+    _check_tokens("embed", jnp.expand_dims(tokens, -1), sizes, False)
+    # As `table[tokens]` on one device has it: from the end, or else the nearest.
+    size = table.shape[0]
+    tokens = jnp.clip(jnp.where(tokens < 0, tokens + size, tokens), 0, size - 1)
     if AXIS not in sizes:
         return table[tokens]
     n = sizes[AXIS]
@@ -216,13 +252,16 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
     **Returns:**
 
-    Losses, of the shape of `labels`, in float32.
+    Losses, of the shape of `labels`, in float32. Where a label is negative (-1, -100), the
+    token is to be ignored: 0, without a gradient. Where it is past the last class: NaN.
 
     **Raises:**
 
     - `ValueError`: if the shapes do not fit, or a size does not divide.
     """
     refuse_manual("cross_entropy", AXIS)
+    refuse_others("cross_entropy", logits=logits, labels=labels)
+    _check_integers("cross_entropy", "labels", labels)
     sizes = here()
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
@@ -270,7 +309,8 @@ def _entropy_forward(logits, labels):
         if n > 1:
             weight, label = lax.psum(jnp.stack([weight, label]), AXIS)
         log = top + jnp.log(weight)
-        return log - label, log
+        loss = jnp.where(labels < n * logits.shape[-1], log - label, jnp.nan)
+        return jnp.where(labels < 0, 0, loss), log
 
     whole, rows = _entropy_specs(logits, sizes)
     loss, log = everything("cross_entropy", per_device, (whole, rows), (rows, rows))(
@@ -285,6 +325,7 @@ def _entropy_back(kept, d_loss):
 
     def per_device(logits, labels, log, d_loss):
         shares = jnp.exp(logits.astype(jnp.float32) - log[..., None])
+        d_loss = jnp.where(labels < 0, 0, d_loss)
         slope = (shares - _chosen(logits, labels, n)) * d_loss[..., None]
         return slope.astype(logits.dtype)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshdp
-from meshdp.parallel import attention, unzigzag, zigzag
+from meshdp.parallel import _blockwise, attention, unzigzag, zigzag
 
 B, T, HEADS, KV, SIZE = 4, 16, 8, 4, 4
 SEQ = P(("data", "fsdp"), "seq")
@@ -124,10 +124,83 @@ def test_attention_inside_a_train_step_has_the_same_values_and_gradients(method)
         np.testing.assert_allclose(grads[name], slope, rtol=2e-5, atol=1e-4)
 
 
-def test_without_a_mesh_it_is_a_plain_function():
+@pytest.mark.parametrize("block", [512, 4, 5])
+def test_without_a_mesh_it_is_a_plain_function_however_many_keys_it_takes_at_a_time(
+    block, monkeypatch
+):
+    monkeypatch.setattr(_blockwise, "BLOCK", block)
     batch, (want, want_grads) = inputs(), oracle(True, True)
+    batch["mask"] = batch["mask"].astype(np.float32)  # numbers will do
     f = lambda q, k, v: losses(batch, q, k, v, True, True, "ring", "zigzag").sum()
     loss, grads = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*(batch[n] for n in "qkv"))
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     for got, grad in zip(grads, want_grads, strict=True):
         np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_that_sees_nothing_gets_zero_and_makes_no_gradient_nan():
+    q = jnp.asarray(inputs()["q"])
+    f = lambda q: attention(q, q, q, causal=True, mask=jnp.zeros((B, T), bool))
+    out, back = jax.jit(lambda q: jax.vjp(f, q))(q)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(back(out + 1)[0], 0)
+
+
+def said(f):
+    with pytest.raises(ValueError) as e:
+        meshdp.distributed(
+            lambda state, batch: (state, f()), mesh=meshdp.make_mesh(data=2, seq=2, tensor=2)
+        )({"w": jnp.zeros(8)}, np.ones(2))
+    return str(e.value)
+
+
+def test_every_argument_that_does_not_fit_is_named_at_once():
+    x = lambda *shape: jnp.zeros(shape)
+    call = lambda: attention(
+        x(3, 31, 4, 8),
+        x(3, 31, 3, 8),
+        x(3, 31, 4, 8),
+        mask=x(3, 2),
+        segment_ids=x(31),
+        method="rng",
+        order="spiral",
+    )
+    assert said(call) == (
+        "attention cannot use these arguments:\n"
+        '  method: \'rng\'; it takes "ring" or "ulysses"\n'
+        '  order: \'spiral\'; it takes "natural" or "zigzag"\n'
+        "  k: shape (3, 31, 3, 8); to fit q it takes (3, 31, kv_heads, 8), where kv_heads "
+        "divides 4\n"
+        "  v: shape (3, 31, 4, 8); to fit k its first three are (3, 31, 3)\n"
+        "  batch: 3 examples do not divide by data*fsdp=2; give 2 or 4\n"
+        "  tokens: 31 do not divide by seq=2; give 30 or 32\n"
+        "  kv_heads: 3 do not divide by tensor=2; give 2 or 4\n"
+        "  mask: shape (3, 2); it takes [batch, tokens], (3, 31)\n"
+        "  segment_ids: shape (31,); it takes [batch, tokens], (3, 31)"
+    )
+
+
+def test_too_few_heads_of_keys_may_be_repeated():
+    q, k = jnp.zeros((2, 8, 8, 4)), jnp.zeros((2, 8, 2, 4))
+    assert said(lambda: attention(q, k, k, method="ulysses")) == (
+        "attention cannot use these arguments:\n"
+        '  kv_heads: 2 do not divide by seq*tensor=4; give 4, or method="ring", or each 2 '
+        "times: jnp.repeat(k, 2, axis=2) and so v"
+    )
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(TypeError) as e:
+        attention([1.0], [2.0], jnp.zeros((1, 1, 1, 1)))  # type: ignore[arg-type]
+    assert str(e.value) == (
+        "attention takes arrays, but q is a list, k is a list. Use jnp.asarray."
+    )
+
+
+def test_zigzag_names_every_array_that_cannot_be_cut():
+    batch = {"x": jnp.zeros((2, 6)), "lengths": jnp.zeros(2), "y": jnp.zeros((2, 8))}
+    assert said(lambda: zigzag(batch)) == (
+        "zigzag over seq=2 cuts dimension 1, the tokens, into 4 chunks:\n"
+        "  ['lengths']: shape (2,) has no such dimension; leave it out\n"
+        "  ['x']: shape (2, 6); give 4 or 8 tokens"
+    )

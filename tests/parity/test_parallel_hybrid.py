@@ -29,10 +29,14 @@ for c in collectives(step.lower(state, batch).compile(), mesh):
 """
 
 
-def losses(mesh):
-    done = subprocess.run(
+def run(mesh):
+    return subprocess.run(
         [sys.executable, str(EXAMPLE), "--mesh", mesh], capture_output=True, text=True, cwd=ROOT
     )
+
+
+def losses(mesh):
+    done = run(mesh)
     assert done.returncode == 0, done.stderr
     return [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
 
@@ -61,3 +65,29 @@ def test_on_64_devices_each_axis_has_the_collectives_that_it_is_for():
     # Only what belongs to its axis travels around it.
     assert not any(re.fullmatch(r"tensor (collective-permute|all-to-all)", x) for x in found)
     assert not any(re.fullmatch(r"stage all-to-all", x) for x in found)
+
+
+@pytest.mark.parametrize(
+    "mesh, words",
+    [
+        (
+            "datta=2",
+            """'datta=2'; it takes data, fsdp, stage, expert, seq, tensor, each at most once,
+            with a number of devices, of which there are 64 at most""",
+        ),
+        (
+            "expert=3",
+            """2 faults in the layout on a mesh of expert=3: .model['layers']['grow']: P(None,
+            'expert') splits dimension 1 of shape (4, 4, 32, 128) over expert=3, but 4 % 3 = 1.
+            Pad it to 6, split another dimension, or replicate the leaf.
+            .model['layers']['shrink']: P(None, 'expert') splits dimension 1 of shape (4, 4,
+            128, 32) over expert=3, but 4 % 3 = 1. Pad it to 6, split another dimension, or
+            replicate the leaf.""",
+        ),
+    ],
+)
+def test_the_example_says_what_is_wrong_with_a_mesh(mesh, words):
+    done = run(mesh)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert said.endswith(f"error: argument --mesh: {' '.join(words.split())}")

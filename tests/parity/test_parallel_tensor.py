@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshdp
-from meshdp.parallel import columns, cross_entropy, embed, megatron, mlp, self_attention
+from meshdp.parallel import columns, cross_entropy, embed, megatron, mlp, row, self_attention
 from meshdp.report._hlo import collectives
 
 ROWS, TOKENS, WIDTH, HEADS, VOCAB = 4, 8, 16, 4, 24
@@ -153,7 +153,27 @@ def test_a_block_sums_over_tensor_twice_forward_and_twice_backward():
 
 def test_with_sequence_parallel_norms_each_sum_is_a_scatter_and_a_gather():
     assert traffic(True, False) == ["all-gather"] * 2 + ["reduce-scatter"] * 2
-    assert "all-reduce" not in traffic(True, True)
+    assert traffic(True, True) == ["all-gather"] * 4 + ["reduce-scatter"] * 4
+
+
+def test_in_a_train_step_weights_travel_over_fsdp_as_shards_of_tensor():
+    shapes = eqx.filter_eval_shape(Model, jax.random.key(0))
+    step = meshdp.make_train_step(
+        lambda model, data, keys: meshdp.Mean(total(model, data), 1.0),
+        optax.sgd(1.0),
+        mesh=meshdp.make_mesh(fsdp=2, tensor=4),
+        layout=megatron(shapes) | meshdp.fsdp(min_size=1),
+    )
+    found = collectives(
+        step.lower(step.init(Model, jax.random.key(0)), batch()).compile(), step.mesh
+    )
+    large = [c for c in found if c.bytes >= 4 * 4 * WIDTH]
+    # Embedding and head have half a block's: one forward, one backward.
+    assert [c.kind for c in large if "tensor" in c.axes] == ["all-reduce"] * 6
+    fsdp = [c for c in large if c.axes == ("fsdp",)]
+    assert {c.kind for c in fsdp} == {"all-gather", "reduce-scatter"}
+    assert max(c.bytes for c in fsdp) <= 4 * (4 * WIDTH * WIDTH // 4)
+    assert len(large) == 6 + len(fsdp)
 
 
 def test_the_logits_are_never_gathered():
@@ -200,3 +220,110 @@ def test_megatron_refuses_a_model_of_which_it_knows_nothing():
         'your own names: megatron(model, columns={"up"}, rows={"down"}), or write the layout '
         "with meshdp.by_path."
     )
+
+
+def on(mesh, f, *args):
+    step = meshdp.distributed(lambda state, args: (state, f(*args)), mesh=mesh)
+    return step({"w": jnp.zeros(8)}, args)[1]
+
+
+@pytest.fixture(params=[1, 4], ids=["one", "four"])
+def mesh(request):
+    n = request.param
+    return meshdp.make_mesh(tensor=n, devices=jax.devices()[:n])
+
+
+def test_negative_labels_are_ignored_and_too_large_ones_are_nan(mesh):
+    logits = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
+    labels = np.array([[0, -1, 7, -100], [8, 1, 2, 3]], np.int32)
+    f = lambda logits, labels: jax.value_and_grad(
+        lambda x: jnp.nan_to_num(cross_entropy(x, labels)).sum()
+    )(logits)
+    losses, (_, grads) = on(mesh, lambda *a: (cross_entropy(*a), f(*a)), logits, labels)
+    want = optax.softmax_cross_entropy_with_integer_labels(logits, np.clip(labels, 0, 7))
+    want = np.where(labels < 0, 0, np.where(labels > 7, np.nan, want))
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(grads)[labels < 0], 0)
+    assert np.isfinite(grads).all()
+
+
+def test_tokens_past_the_table_are_looked_up_as_jax_does(mesh):
+    table = jnp.arange(16.0).reshape(8, 2)
+    tokens = np.array([[0, 7, -1, -9], [8, 100, -8, 3]], np.int32)
+    got = on(mesh, lambda tokens: embed(table, tokens), tokens)
+    np.testing.assert_array_equal(got, table[tokens])
+
+
+def test_an_mlp_of_scalars_is_that_of_equinox():
+    module = eqx.nn.MLP("scalar", "scalar", 8, 1, key=jax.random.key(0))
+    x = jnp.arange(4.0).reshape(2, 2)
+    np.testing.assert_allclose(mlp(module, x), jax.vmap(jax.vmap(module))(x), rtol=1e-6)
+
+
+def attend(**how):
+    module = eqx.nn.MultiheadAttention(2, 4, key=jax.random.key(0), **how)
+    return self_attention(module, jnp.zeros((2, 4, 4)))
+
+
+@pytest.mark.parametrize(
+    "f, words",
+    [
+        (
+            lambda: columns(jnp.zeros((2, 4, 16)), jnp.zeros((8, 16)), jnp.zeros((8, 17))),
+            """columns: x has the shape (2, 4, 16), but a weight of shape (8, 17) takes 17 in
+            the last dimension. Weights are [out, in].""",
+        ),
+        (
+            lambda: row(jnp.zeros((2, 4, 16)), jnp.zeros((2, 3, 4))),
+            """row takes equinox.nn.Linear layers or weights of shape [out, in], not an array of
+            shape (2, 3, 4).""",
+        ),
+        (
+            lambda: cross_entropy(jnp.zeros((2, 4, 8)), jnp.zeros((2, 4))),
+            """cross_entropy takes labels as integers, but their dtype is float32. Use
+            labels.astype(jnp.int32).""",
+        ),
+        (
+            lambda: attend(dropout_p=0.5),
+            """self_attention drops no attention weights, but the module has dropout_p=0.5. Make
+            it with dropout_p=0 (and drop from what it returns, if need be), or call
+            eqx.nn.inference_mode on it.""",
+        ),
+        (
+            lambda: megatron({"up": jnp.zeros((4, 4))}, columns="up"),
+            "megatron takes columns as a set of names, not 'up': give {'up'}.",
+        ),
+    ],
+    ids=["width", "weight", "labels", "dropout", "megatron"],
+)
+def test_what_does_not_fit_is_refused_in_words(f, words):
+    with pytest.raises(ValueError) as e:
+        f()
+    assert str(e.value) == " ".join(words.split())
+
+
+@pytest.mark.parametrize(
+    "f, words",
+    [
+        (
+            lambda: row(jnp.zeros((2, 4, 30)), jnp.zeros((8, 30))),
+            """row: 30 inputs of a weight of shape (8, 30) do not divide by tensor=4. Use 28 or
+            32.""",
+        ),
+        (
+            lambda: columns(jnp.zeros((3, 6, 8)), jnp.zeros((8, 8)), sequence=True),
+            """columns cannot split x: batch: 3 examples do not divide by data*fsdp=2; give 2 or
+            4 tokens: 6 do not divide by seq*tensor=4; give 4 or 8""",
+        ),
+        (
+            lambda: cross_entropy(jnp.zeros((2, 27)), jnp.zeros(2, jnp.int32)),
+            """cross_entropy: 27 classes do not divide by tensor=4. Use 24 or 28: pad the
+            vocabulary.""",
+        ),
+    ],
+    ids=["inputs", "tokens", "classes"],
+)
+def test_what_does_not_divide_is_refused_in_words(f, words):
+    with pytest.raises(ValueError) as e:
+        on(meshdp.make_mesh(data=2, tensor=4), lambda _: f(), np.ones(2))
+    assert " ".join(str(e.value).split()) == " ".join(words.split())
