@@ -255,9 +255,13 @@ class Distributed:
             a,
             name=getattr(self, "__name__", "step"),
             donate=self._donate,
+            compiler_options=self._compiler_options(),
         )
         known.append(program)
         return program
+
+    def _compiler_options(self) -> dict[str, Any] | None:
+        return None
 
     def _place_batch(self, program: Program, rows):
         seen = program.rows_seen

@@ -46,6 +46,7 @@ class Program:
         *,
         name: str,
         donate: bool,
+        compiler_options: dict[str, Any] | None = None,
     ):
         self.state, self.batch, self.args = state, batch, args
         self.shardings, self.shapes = shardings, shapes
@@ -72,6 +73,7 @@ class Program:
             in_shardings=(shardings, None, replicated),
             out_shardings=(shardings, None, None),
             donate_argnums=(0,) if donate else (),
+            compiler_options=compiler_options,
         )
 
     def in_place(self, arrays: Sequence[Any]) -> bool:

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .. import _spec, _tree
+from .. import _jaxapi, _spec, _tree
 from .._distribute import Distributed, describe, spec_leaves
 from . import _guard
 from ._gather import Remat
@@ -138,6 +138,11 @@ class TrainStep(Distributed):
         if by_hand and self._options.skip and state.guard is None:
             state = state.replace(guard=_guard.first(self._options.scales))
         return super()._prepare(state, batch, args)
+
+    def _compiler_options(self):
+        if not policy_of(self._options.remat)[0]:
+            return None
+        return _jaxapi.keeps_barriers(self.mesh.devices.flat[0].platform)
 
     def _join(self, structure, arrays):
         return TrainState.from_flat(arrays, structure)

@@ -75,45 +75,46 @@ def test_names_say_what_is_kept():
     np.testing.assert_allclose(metrics["loss"], 4 * (8 * np.tanh(4)) ** 2, rtol=1e-5)
 
 
+def layer(x, w):
+    return x + jnp.tanh(jnp.sin(jnp.tanh(x @ w) @ w.T) @ w)
+
+
 def scanned(params, x):
-    layer = lambda x, w: (x + jnp.tanh(jnp.sin(jnp.tanh(x @ w) @ w.T) @ w), None)
-    return jax.lax.scan(layer, x, params["w"])[0]
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["w"])[0]
 
 
 def in_a_row(params, x):
-    for i in range(6):
-        x = jnp.tanh(x @ params[f"layer_{i}"])
+    for w in params["w"]:
+        x = layer(x, w)
     return x
 
 
-@pytest.mark.parametrize("remat, fewer", [("full", 3.0), ("dots", 1.3)])
-def test_a_scan_over_layers_keeps_less(remat, fewer):
+STACK, ROW = jnp.ones((12, 16, 16)), [jnp.ones((16, 16))] * 12
+
+
+@pytest.mark.parametrize(
+    "apply, weights, remat, fewer",
+    [
+        (scanned, STACK, "full", 3.0),
+        (scanned, STACK, "dots", 1.3),
+        (in_a_row, ROW, "full", 3.0),
+    ],
+    ids=["scanned_full", "scanned_dots", "in_a_row_full"],
+)
+def test_layers_that_are_computed_again_keep_less(apply, weights, remat, fewer):
     def loss(params, batch, keys):
-        out = scanned(params, batch["x"])
-        return meshdp.Mean.of(jnp.square(out).sum(-1))
+        return meshdp.Mean.of(jnp.square(apply(params, batch["x"])).sum(-1))
 
     def temporaries(remat):
         step = meshdp.make_train_step(
             loss, optax.sgd(0.1), remat=remat, mesh=meshdp.make_mesh()
         )
-        state = step.init(lambda k: {"w": jnp.ones((12, 16, 16))}, jax.random.key(0))
+        state = step.init(lambda k: {"w": weights}, jax.random.key(0))
         batch = {"x": jax.ShapeDtypeStruct((8 * 512, 16), jnp.float32)}
         analysis = step.lower(state, batch).compile().memory_analysis()
         return analysis.temp_size_in_bytes
 
     assert temporaries("none") > fewer * temporaries(remat)
-
-
-def test_layers_in_a_row_are_each_put_under_a_checkpoint():
-    def loss(params, batch, keys):
-        return meshdp.Mean.of(jnp.square(in_a_row(params, batch["x"])).sum(-1))
-
-    step = meshdp.make_train_step(loss, optax.sgd(0.1), remat="full", mesh=meshdp.make_mesh())
-    make_model = lambda k: {f"layer_{i}": jnp.ones((16, 16)) for i in range(6)}
-    state = step.init(make_model, jax.random.key(0))
-    batch = {"x": np.ones((8, 16), np.float32)}
-    # One barrier for each layer that is computed again.
-    assert step.lower(state, batch).as_text().count("optimization_barrier") == 6
 
 
 @pytest.mark.parametrize("sizes", [dict(data=8), MIXED], ids=["data", "mixed"])
