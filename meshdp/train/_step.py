@@ -96,9 +96,10 @@ def make_train_step(
         averages of `eqx.nn.BatchNorm`: `loss_fn(model, batch, keys, model_state)` returns
         `(Mean, model_state)` or `((Mean, aux), model_state)`. For statistics over the whole
         batch take means over `meshdp.BATCH_AXES` too:
-        `eqx.nn.BatchNorm(n, axis_name=("batch", *meshdp.BATCH_AXES))`. With `accumulate`,
-        they are of one microbatch (on all devices), and carried from one to the next. A
-        state that differs from device to device is averaged.
+        `eqx.nn.BatchNorm(n, axis_name=("batch", *meshdp.BATCH_AXES))`, or of Flax, whose
+        `batch_stats` are the model state, `nn.BatchNorm(axis_name=meshdp.BATCH_AXES)`. With
+        `accumulate`, they are of one microbatch (on all devices), and carried from one to the
+        next. A state that differs from device to device is averaged.
     - `trains`: which leaves train, as a filter of Equinox: a function of a leaf, or a pytree
         of booleans and functions, which may be a prefix of the model. The others get no
         gradient, no optimizer state and no traffic but their gathering.
