@@ -155,6 +155,11 @@ def run(flags: argparse.Namespace) -> None:
     train, held_out, source = load_text(flags.text)
     checkpoints = open_run(flags)
     mesh = open_mesh(flags.mesh)
+    try:
+        if checkpoints is not None:
+            checkpoints.claim()
+    except OSError as e:
+        raise Fault(f"argument --run: {str(e).rstrip('.')}") from None
     gpt = load_model()
     sizes = {axis: mesh.shape[axis] for axis in AXES}
     for axis in ("fsdp", "tensor"):
@@ -195,6 +200,8 @@ def run(flags: argparse.Namespace) -> None:
     stream = batches(train, flags.seed, batch)
     example = next(stream)
     done = checkpoints.steps()[-1] if checkpoints and checkpoints.steps() else 0
+    if done:
+        print(f"resumed from the checkpoint of step {done} in {flags.run}", flush=True)
     with progress(flags.steps, batch * CONTEXT, done) as advance:
         state = fit(
             step,

@@ -1,1 +1,3 @@
 """Many processes that are one JAX program."""
+
+from ._initialize import initialize as initialize

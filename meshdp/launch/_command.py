@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -32,16 +34,17 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         flags = parse(arguments)
+        check(flags.program)
     except Fault as e:
         print(f"python -m meshdp launch: {e}.", file=sys.stderr)
         return 2
-    with _forwarding() as forward:
+    with _forwarding(flags.grace) as forward:
         for left in range(flags.max_restarts, -1, -1):
             status, words = _once(flags, forward)
             if not status:
                 return 0
             again = left and not forward.seen
-            rest = f"; starting again, {left} restarts left" if again else ""
+            rest = f"; starting again, {left} restart{'s'[: left > 1]} left" if again else ""
             _say(f"{words}{rest}")
             if not again:
                 break
@@ -83,7 +86,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=number(0),
         default=60,
         metavar="SECONDS",
-        help="for the others to end when one was asked to end and has saved its state (60)",
+        help="for all to save and end after a signal, and for the others to do so when one "
+        "has; then they are killed (60)",
     )
     own, program = _divided(arguments)
     flags = parser.parse_args(own)
@@ -91,6 +95,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise Fault("a program is missing: script.py, -m module or -c code")
     flags.program = program
     return flags
+
+
+def check(program: Sequence[str]) -> None:
+    """Tells before anything is started what each process would tell with a traceback.
+
+    **Raises:**
+
+    - `Fault`: there is no such program.
+    """
+    kind = program[0]
+    if kind in ("-m", "-c"):
+        if len(program) < 2:
+            raise Fault(f"{kind} takes {'a module' if kind == '-m' else 'code'}")
+        # Of a package only the outermost: to look inside would import it.
+        if kind == "-m" and importlib.util.find_spec(program[1].partition(".")[0]) is None:
+            raise Fault(f"there is no module {program[1]!r}")
+    elif not os.path.exists(kind):
+        raise Fault(f"there is no file {kind!r}")
 
 
 def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -122,9 +144,14 @@ def _once(flags: argparse.Namespace, forward: "_Forward") -> tuple[int, str]:
             on_output=_print,
             on_start=forward.to,
             patience={AGAIN: flags.grace},
+            ends_by=lambda: forward.ends_by,
             keep=20,
         )
     except _local.ProcessesFailed as e:
+        if e.first is None:
+            name = signal.Signals(forward.seen[0]).name
+            words = f"not all had ended {flags.grace} s after {name}, the --grace"
+            return 128 + forward.seen[0], f"{words}; they were killed"
         code = e.ended[e.first or 0].returncode
         words = f"process {e.first} ended with {_local._status(code)}; all were stopped"
         return code if code > 0 else 128 - code, words
@@ -134,8 +161,11 @@ def _once(flags: argparse.Namespace, forward: "_Forward") -> tuple[int, str]:
 class _Forward:
     """Passes signals on to the processes that run."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
         self.seen: list[int] = []
+        self.ends_by: float | None = None
+        """When all must have ended, by `time.monotonic`."""
         self._running: Sequence[Any] = ()
 
     def to(self, running: Sequence[Any]) -> None:
@@ -146,6 +176,7 @@ class _Forward:
     def __call__(self, number: int, _frame: Any) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):
             self.seen.append(number)
+            self.ends_by = self.ends_by or time.monotonic() + self._grace
         self._send(number)
 
     def _send(self, number: int) -> None:
@@ -157,8 +188,8 @@ class _Forward:
 
 
 @contextlib.contextmanager
-def _forwarding():
-    forward = _Forward()
+def _forwarding(grace: float):
+    forward = _Forward(grace)
     before = {s: signal.signal(s, forward) for s in FORWARDED}
     try:
         yield forward

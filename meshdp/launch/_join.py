@@ -2,17 +2,19 @@
 
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
+import types
 
-import jax
+from ._initialize import initialize
 
 
 def main() -> None:
     address, processes, number, alive = os.environ.pop("MESHDP_JOIN").split()
     threading.Thread(target=_end_with_the_caller, args=(int(alive),), daemon=True).start()
-    jax.distributed.initialize(
+    initialize(
         address,
         int(processes),
         int(number),
@@ -24,10 +26,12 @@ def main() -> None:
         _run(*sys.argv[1:])
     except BaseException as e:
         status = e.code if isinstance(e, SystemExit) else 1
+        if isinstance(e, KeyboardInterrupt):
+            status = 128 + signal.SIGINT
         if not status:
             raise
         if not isinstance(e, SystemExit):
-            traceback.print_exc()
+            traceback.print_exception(e.with_traceback(_below(e.__traceback__)))
         elif not isinstance(status, int):
             print(status, file=sys.stderr)
         sys.stdout.flush()
@@ -48,6 +52,13 @@ def _run(kind: str, *rest: str) -> None:
         sys.argv = [kind, *rest]
         sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
         runpy.run_path(kind, run_name="__main__")
+
+
+def _below(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """Without the frames of ours and of `runpy`, as if Python had run the program itself."""
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        tb = tb.tb_next
+    return tb
 
 
 def _end_with_the_caller(alive: int) -> None:

@@ -51,6 +51,7 @@ def run(
     on_output: Callable[[int, str, str], None] | None = None,
     on_start: Callable[[Sequence[Any]], None] | None = None,
     patience: Mapping[int, float] | None = None,
+    ends_by: Callable[[], float | None] = lambda: None,
     keep: int | None = None,
 ) -> list[Ended]:
     """Runs one Python program as several processes that form one JAX program.
@@ -73,6 +74,7 @@ def run(
     - `on_start`: called once with the processes, each of which has `.popen`.
     - `patience`: exit statuses after which the others get another time to end than `GRACE`,
         in seconds.
+    - `ends_by`: as `timeout`, but asked again and again: when time is up, by `time.monotonic`.
     - `keep`: how many of the last lines of each stream are kept; all if `None`.
 
     **Returns:**
@@ -106,15 +108,17 @@ def run(
     try:
         if on_start is not None:
             on_start(running)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        why = _wait(running, deadline, patience or {})
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        why = _wait(running, lambda: min(end, ends_by() or end), patience or {})
     finally:
         _stop(running)
         os.close(held)
     ended = [p.ended() for p in running]
     if why is None:
         return ended
-    late = f"{timeout:g} s were not enough" if why < 0 else f"process {why} failed first"
+    late = f"process {why} failed first" if why >= 0 else "time was up"
+    if why < 0 and timeout is not None:
+        late = f"{timeout:g} s were not enough"
     raise ProcessesFailed(
         f"{late}, of {processes} processes; all were stopped.\n"
         + "\n".join(
@@ -183,7 +187,7 @@ class _Process:
 
 
 def _wait(
-    running: Sequence[_Process], deadline: float | None, patience: Mapping[int, float]
+    running: Sequence[_Process], end: Callable[[], float], patience: Mapping[int, float]
 ) -> int | None:
     """Waits for all. Returns which failed first, -1 if time is up, `None` if all is well."""
     while True:
@@ -191,12 +195,13 @@ def _wait(
         failed = [p.number for p, code in zip(running, codes, strict=True) if code]
         if failed:
             # They may have failed together; let all say why.
-            grace = patience.get(running[failed[0]].popen.returncode, GRACE)
-            _wait_until_ended(running, time.monotonic() + grace)
+            now, code = time.monotonic(), running[failed[0]].popen.returncode
+            until = min(now + patience.get(code, GRACE), max(end(), now + GRACE))
+            _wait_until_ended(running, until)
             return failed[0]
         if None not in codes:
             return None
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > end():
             return -1
         time.sleep(0.02)
 

@@ -1,6 +1,7 @@
 """Batches of a data set held in memory or read by index, in an order that is a function of
 seed, epoch and step alone."""
 
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,7 +59,8 @@ class Batches:
         problems = [
             f"  {name}={n!r}: expected a whole number from 1"
             for name, n in {"size": size, "epochs": epochs}.items()
-            if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1)
+            if n is not None
+            and (isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1)
         ]
         self.examples = self._count(problems)
         if not problems and mask is None and self.examples % size:

@@ -1,6 +1,8 @@
 """Saving and restoring the state of a run, through orbax."""
 
+import contextlib
 import logging
+import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +16,8 @@ from . import _files
 from ._checksum import checksums
 from ._compare import described
 from ._describe import versions
-from ._restore import Restored, orbax, restored
+from ._lock import Lock
+from ._restore import Restored, first_fault, orbax, restored
 
 log = logging.getLogger("meshdp")
 
@@ -24,6 +27,7 @@ class Checkpoints:
 
     Saving returns when the state has been copied to host memory; a thread writes it, sharded,
     into a folder that gets its name, the step, when it is complete. Needs orbax-checkpoint.
+    From the first save (of `fit`: from its start) until `close`, no other run can save there.
 
     **Arguments:**
 
@@ -58,20 +62,36 @@ class Checkpoints:
         problems = [
             f"  {name}={n!r}: expected a whole number from {least}"
             for name, n, least in (("every", every, 1), ("keep", keep, 1), ("best", best, 0))
-            if isinstance(n, bool) or not isinstance(n, int) or n < least
+            if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < least
         ]
         if problems:
             raise ValueError("Checkpoints cannot use these arguments:\n" + "\n".join(problems))
         self._orbax = orbax()
         self.directory = Path(directory).absolute()
-        self.every, self.keep, self.best = every, keep, best
+        self.every, self.keep, self.best = int(every), int(keep), int(best)
         self.metric, self.lower_is_better = metric, lower_is_better
         self.resume, self.strict = resume, strict
         self._writer: Any = None
         self._begun: int | None = None  # the step that is being saved
         self._removing: list[Any] = []
+        self._lock = Lock(self.directory)
+        self._claimed = False  # by one of the processes
 
     # Saving.
+
+    def claim(self) -> None:
+        """Makes the directory and keeps other runs out of it until `close`; all together.
+
+        **Raises:**
+
+        - `OSError`: it cannot be written to, or another run saves there.
+        """
+        if self._claimed:
+            return
+        fault = first_fault(self._lock.take() if jax.process_index() == 0 else "")
+        if fault:
+            raise OSError(f"No checkpoints can be saved in {self.directory}: {fault}.")
+        self._claimed = True
 
     def save(
         self,
@@ -95,14 +115,14 @@ class Checkpoints:
         **Raises:**
 
         - `OSError` and what orbax raises: this save, or the one before, failed.
+        - `OSError`: another run saves in this directory.
         """
         arrays, structure = _tree.split(state, "state")
         sums = checksums([x for x in arrays if x.size])
         self.wait()
-        if jax.process_index() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if _files.path(self.directory, step).exists():
-                self._set_aside(step, "the run has come to this step again")
+        self.claim()
+        if jax.process_index() == 0 and _files.path(self.directory, step).exists():
+            self._set_aside(step, "the run has come to this step again", ".replaced")
         named = dict(zip(structure.paths(), arrays, strict=True))
         # Orbax refuses empty arrays; there is nothing in them to save.
         named = {path: x for path, x in named.items() if x.size}
@@ -126,11 +146,10 @@ class Checkpoints:
                     state=o.PyTreeCheckpointHandler(), meta=o.JsonCheckpointHandler()
                 )
             )
-        self._writer.save(
-            _files.path(self.directory, step),
-            args=o.args.Composite(state=o.args.PyTreeSave(named), meta=o.args.JsonSave(meta)),
-        )
+        args = o.args.Composite(state=o.args.PyTreeSave(named), meta=o.args.JsonSave(meta))
         self._begun = step
+        with self._telling():
+            self._writer.save(_files.path(self.directory, step), args=args)
 
     def wait(self) -> None:
         """Waits until what was saved is written, and removes what need not be kept.
@@ -141,22 +160,44 @@ class Checkpoints:
         """
         if self._writer is None:
             return
-        self._writer.wait_until_finished()
+        with self._telling():
+            self._writer.wait_until_finished()
+        step, self._begun = self._begun, None
+        if jax.process_index() == 0 and step is not None:
+            with contextlib.suppress(OSError):  # a full disk, as the next save will tell
+                _files.note_sizes(self.directory, step)
         if jax.process_index() == 0:
-            if self._begun is not None:
-                _files.note_sizes(self.directory, self._begun)
-                self._begun = None
             self._remove_superfluous()
+
+    @contextlib.contextmanager
+    def _telling(self):
+        """Adds to what is raised which checkpoint it was, and forgets that one."""
+        try:
+            yield
+        except BaseException as e:
+            step, self._begun = self._begun, None
+            if step is not None and isinstance(e, Exception):
+                there = [n for n in self.steps() if n != step]
+                left = f"the newest is of step {there[-1]}" if there else "there is no other"
+                e.add_note(
+                    f"The checkpoint of step {step} in {self.directory} was not written to "
+                    f"its end; {left}."
+                )
+            raise
 
     def close(self) -> None:
         """As `wait`, for good."""
-        if self._writer is not None:
+        try:
             self.wait()
-            self._writer.close()
-            self._writer = None
-        for thread in self._removing:
-            thread.join()
-        self._removing = []
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            for thread in self._removing:
+                thread.join()
+            self._removing = []
+            self._lock.release()
+            self._claimed = False
 
     def _remove_superfluous(self) -> None:
         scores = self._scores()
@@ -210,7 +251,7 @@ class Checkpoints:
 
         Reading is checked against checksums. A damaged checkpoint is reported by a warning of
         the logger `"meshdp"` and gets another name, and the one before it is restored; nothing
-        is deleted.
+        is deleted. Half-written ones are reported too.
 
         **Arguments:**
 
@@ -228,6 +269,7 @@ class Checkpoints:
 
         - `ValueError`: leaves do not match; each is listed. A damaged checkpoint that was
             asked for by number, or as the best.
+        - `PermissionError`: it may not be read.
         """
         strict = self.strict if strict is None else strict
         if step == "best":
@@ -239,11 +281,15 @@ class Checkpoints:
                 f"{', '.join(map(str, self.steps())) or 'none'}."
             )
         if step == "newest" and jax.process_index() == 0:
-            for name in _files.unfinished(self.directory):
+            for path in _files.unfinished(self.directory):
+                # Else orbax would delete it when this step is saved. One that another run
+                # may be writing is left alone.
+                new = _files.set_aside(path, ".unfinished") if self._lock.held else None
                 log.warning(
-                    "%s in %s was not written to its end; left where it is.",
-                    name,
+                    "%s in %s was not written to its end; %s.",
+                    path.name,
                     self.directory,
+                    f"kept as {new.name}" if new else "left where it is",
                 )
         for candidate in candidates:
             found, fault = restored(self.directory, candidate, like, strict)
@@ -255,11 +301,11 @@ class Checkpoints:
                     f"{fault}"
                 )
             if jax.process_index() == 0:
-                self._set_aside(candidate, f"it is damaged: {fault}")
+                self._set_aside(candidate, f"it is damaged: {fault}", ".damaged")
         return None
 
-    def _set_aside(self, step: int, why: str) -> None:
-        new = _files.set_aside(self.directory, step)
+    def _set_aside(self, step: int, why: str, suffix: str) -> None:
+        new = _files.set_aside(_files.path(self.directory, step), suffix)
         where = f"kept as {new.name}" if new else "left where it is"
         log.warning(
             "The checkpoint of step %d in %s is not used, since %s; %s.",

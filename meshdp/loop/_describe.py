@@ -47,7 +47,7 @@ def describe_layout(step: Any, arrays: list[Any]) -> dict[str, Any]:
     return {
         "rule": "fsdp()" if layout is None else repr(layout),
         "leaves": len(arrays),
-        "parameters": sum(x.size for x in arrays),
+        "numbers": sum(x.size for x in arrays),
         "bytes": sum(nbytes(x, x.shape) for x in arrays),
         "bytes_per_device": sum(nbytes(x, x.sharding.shard_shape(x.shape)) for x in arrays),
         "replicated_leaves": sum(x.sharding.is_fully_replicated for x in arrays),

@@ -14,7 +14,7 @@ log = logging.getLogger("meshdp")
 
 SIZES = "sizes.json"
 STEP = re.compile(r"\d+")
-UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+UNFINISHED = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 
 
 def steps(directory: Path) -> list[int]:
@@ -24,13 +24,11 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(p.name) for p in directory.iterdir() if STEP.fullmatch(p.name))
 
 
-def unfinished(directory: Path) -> list[str]:
-    """Names of checkpoints newer than the newest whose writing was broken off."""
-    newest = max(steps(directory), default=-1)
+def unfinished(directory: Path) -> list[Path]:
+    """Checkpoints that were not written to their end, in order."""
     if not directory.is_dir():
         return []
-    found = [(p.name, UNFINISHED.match(p.name)) for p in directory.iterdir()]
-    return sorted(name for name, m in found if m and int(m[1]) > newest)
+    return sorted(p for p in directory.iterdir() if UNFINISHED.fullmatch(p.name))
 
 
 def path(directory: Path, step: int) -> Path:
@@ -107,11 +105,10 @@ def remove(directory: Path, step: int) -> threading.Thread:
     return thread
 
 
-def set_aside(directory: Path, step: int) -> Path | None:
-    """Gives a damaged checkpoint another name, and tells it; `None` if that is not allowed."""
-    old = path(directory, step)
+def set_aside(old: Path, suffix: str) -> Path | None:
+    """Gives a checkpoint another name, and tells it; `None` if that is not allowed."""
     for n in range(1, 1000):
-        new = old.with_suffix(".damaged" if n == 1 else f".damaged-{n}")
+        new = old.with_name(f"{old.name.partition('.')[0]}{suffix}{f'-{n}' if n > 1 else ''}")
         if new.exists():
             continue
         try:

@@ -1,6 +1,7 @@
 """`fit`: a training loop that never waits, and survives."""
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -82,7 +83,8 @@ def fit(
         `step_seconds_p50` and `_p95`; `compile_seconds`, of this process so far;
         `data_seconds`, waited for batches since the record before; `seconds_left`, at the pace
         of this run without compilation;
-        `device_bytes` and `device_bytes_peak`, where the device tells them.
+        `device_bytes` and `device_bytes_peak`, where the device tells them. A metric that has
+        one of these names is called `metrics.NAME`.
     - `callbacks`: functions of (step, metrics), called for each step, one step late, on every
         process. One that returns `True` ends the run, as if `steps` were reached; it must do
         so on all processes.
@@ -99,8 +101,12 @@ def fit(
 
     - `Preempted`: a signal came.
     - `ValueError`: the batches ended early, or one is unlike the first; the checkpoint does
-        not fit the state. Whatever `batches` raise is raised again, with a note that says at
-        which step. Checkpoints that were begun are completed first.
+        not fit the state.
+    - `OSError`: at the start, if the directory of the checkpoints cannot be written to, or
+        another run saves there.
+    - Whatever `batches`, a callback, a log, an evaluation or a save raises is raised again,
+        with a note that says at which step and what the last checkpoint is. Checkpoints that
+        were begun are completed first.
     """
     if not isinstance(step, Distributed):
         raise TypeError(
@@ -115,19 +121,31 @@ def fit(
             ("evaluate_every", evaluate_every, 1),
             ("prefetch", prefetch, 1),
         )
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < least)
+        if n is not None
+        and (isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < least)
     ]
+    if not isinstance(checkpoint, (Checkpoints, str, os.PathLike, type(None))):
+        problems.append(
+            f"  checkpoint={checkpoint!r}: it takes a directory or meshdp.Checkpoints"
+        )
     if evaluate is None and evaluate_every is not None:
         problems.append("  evaluate_every: there is no evaluate= to call")
     if evaluate is not None and not callable(evaluate):
-        problems.append(f"  evaluate: a {type(evaluate).__name__}; it takes meshdp.Evaluation")
+        problems.append(
+            f"  evaluate={evaluate!r}: it takes meshdp.Evaluation or a function of the state"
+        )
+    if not isinstance(mask, str):
+        problems.append(f"  mask={mask!r}: it takes a name")
     if watchdog is not None and not isinstance(watchdog, Watchdog):
         problems.append(f"  watchdog={watchdog!r}: it takes meshdp.Watchdog(seconds)")
-    problems += [
-        f"  callbacks[{i}]: {c!r} is no function"
-        for i, c in enumerate(callbacks)
-        if not callable(c)
-    ]
+    if isinstance(callbacks, Sequence):
+        problems += [
+            f"  callbacks[{i}]: {c!r} is no function"
+            for i, c in enumerate(callbacks)
+            if not callable(c)
+        ]
+    else:
+        problems.append(f"  callbacks={callbacks!r}: it takes a list of functions")
     if problems:
         raise ValueError("fit cannot use these arguments:\n" + "\n".join(problems))
     if isinstance(checkpoint, (str, os.PathLike)):
@@ -136,7 +154,7 @@ def fit(
         step,
         step.with_arrays(state),
         batches,
-        steps=steps,
+        steps=int(steps),
         checkpoints=checkpoint,
         evaluate=evaluate,
         evaluate_every=evaluate_every or steps or 1,

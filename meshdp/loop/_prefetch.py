@@ -4,6 +4,7 @@ import base64
 import collections
 import json
 import logging
+import numbers
 import queue
 import threading
 import time
@@ -26,7 +27,7 @@ class Prefetch:
     """The iterator that `prefetch` returns, which documents it."""
 
     def __init__(self, batches: Any, mesh: Mesh, n: int, spec: P, mask: str):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
             raise ValueError(
                 f"prefetch keeps n={n!r} batches ahead; n is a whole number from 1."
             )
@@ -35,7 +36,12 @@ class Prefetch:
                 f"The batches, of type {type(batches).__name__}, cannot be iterated over. "
                 "Give a list, a generator, meshdp.Batches or any other iterable."
             )
-        self._mesh, self._spec, self._mask, self._n = mesh, spec, mask, n
+        if isinstance(batches, (Mapping, str, bytes)):
+            raise TypeError(
+                f"The batches are a {type(batches).__name__}, which is one thing, not many. "
+                "Give meshdp.Batches(data, size), or a list or generator of batches."
+            )
+        self._mesh, self._spec, self._mask, self._n = mesh, spec, mask, int(n)
         if isinstance(batches, Batches):
             batches = batches.on(mesh, spec)
         self._source: Any = iter(batches)
@@ -47,7 +53,7 @@ class Prefetch:
         """Seconds that the caller has waited for a batch."""
         self._position: Any = None
         self._first: tuple[Any, list[Any]] | None = None
-        self._host: queue.Queue[tuple[str, Any, Any]] = queue.Queue(n)
+        self._host: queue.Queue[tuple[str, Any, Any]] = queue.Queue(self._n)
         self._placed: collections.deque[tuple[str, Any, Any]] = collections.deque()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -66,6 +72,11 @@ class Prefetch:
         if self._saves and state["iterator"] is not None:
             self._source.set_state(_decoded(state["iterator"]))
             self._position, self._start = state["iterator"], 0
+
+    @property
+    def to_drop(self) -> int:
+        """Batches that are read and dropped first, since no position can be set."""
+        return self._start
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -110,6 +121,9 @@ class Prefetch:
         self._closed.set()
         while not self._host.empty():
             self._host.get_nowait()
+        if self._thread is not None:
+            # So that it is not reading when the interpreter ends, unless the source hangs.
+            self._thread.join(1.0)
 
     def _place_ahead(self) -> None:
         while len(self._placed) < self._n:

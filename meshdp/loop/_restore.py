@@ -52,9 +52,11 @@ def restored(
     try:
         info = _files.information(directory, step)
         fault = _files.wrong_sizes(directory, step)
+    except PermissionError:
+        raise  # it may be as good as ever
     except (OSError, ValueError) as e:
         fault = f"its description cannot be read ({e})"
-    fault = _first_fault(fault)
+    fault = first_fault(fault)
     if fault:
         return None, fault
     arrays, structure = _tree.split(like, "state")
@@ -104,8 +106,12 @@ def _read(
             if full:
                 values = _from_files(_files.path(directory, step) / "state", full)
         except Exception as e:  # whatever orbax and tensorstore raise for a damaged file
+            if isinstance(e, PermissionError) or "PERMISSION_DENIED" in str(e):
+                raise PermissionError(
+                    f"The checkpoint of step {step} in {directory} may not be read: {e}"
+                ) from e
             fault = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
-    fault = _first_fault(fault)
+    fault = first_fault(fault)
     if fault:
         return {}, fault
     sums = checksums([values[path] for path in full])
@@ -169,7 +175,7 @@ def _has_value(x: Any) -> bool:
     return not isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _first_fault(mine: str) -> str:
+def first_fault(mine: str) -> str:
     """What went wrong on some process, told to all; empty if nothing did."""
     if jax.process_count() == 1:
         return mine

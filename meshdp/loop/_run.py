@@ -1,6 +1,7 @@
 """One run of `fit`."""
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from ._prefetch import Prefetch, prefetch, rows
 from ._signals import Asked, Preempted, Stop
 from ._sinks import Sinks
 from ._watchdog import Watchdog
+
+log = logging.getLogger("meshdp")
 
 
 class Run:
@@ -63,6 +66,8 @@ class Run:
         self._measured: int | None = None  # the step of `evaluation`
         self._ended = False
         self._waited = 0.0
+        self._noted: Exception | None = None
+        self._missed = False  # whether it was told that the metric is missing
 
     def go(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -76,6 +81,7 @@ class Run:
                 stack.enter_context(self.stop.listening())
             if self.watchdog is not None:
                 stack.enter_context(self.watchdog.watching())
+            stack.enter_context(self._noting_the_step())
             self._resume()
             self.first = self.done
             self.clock = Clock(self.done, self.steps)
@@ -111,8 +117,16 @@ class Run:
                 f"{self.checkpoints.directory} has checkpoints of another run, the newest of "
                 f"step {there[-1]}, and resume=False. Choose another directory."
             )
+        self.checkpoints.claim()
         found = self.checkpoints.restore(self.state)
         if found is None:
+            if there:
+                self.sinks.write(
+                    "note",
+                    self.done,
+                    text=f"no checkpoint in {self.checkpoints.directory} is good; beginning "
+                    f"at step {self.done}",
+                )
             return
         self.state, self.done, self.evaluation = found.state, found.step, found.evaluation
         self._saved, self._position = found.step, found.data
@@ -123,11 +137,18 @@ class Run:
             self.checkpoints.best_score(),
             self.checkpoints.best_step(),
         )
+        dropped = self.feed.to_drop
         self.sinks.write(
             "note",
             self.done,
             text=f"resumed from the checkpoint of step {self.done} in "
-            f"{self.checkpoints.directory}",
+            f"{self.checkpoints.directory}"
+            + (
+                f"; the batches cannot save their position, so the first {dropped} are read "
+                "and dropped"
+                if dropped
+                else ""
+            ),
         )
 
     def _evaluate_if_missed(self) -> None:
@@ -186,13 +207,36 @@ class Run:
                 "meshdp.Batches(data, size, seed=0), or fewer steps."
             ) from None
         except Exception as e:
-            e.add_note(f"This was the batch of step {self.done + 1}; {self._last()}")
+            self._note(e, f"This was the batch of step {self.done + 1}; {self._last()}")
             raise
 
+    @contextlib.contextmanager
+    def _noting_the_step(self):
+        """What a step, an evaluation, a callback or a log raises gets a note of when."""
+        try:
+            yield
+        except Exception as e:
+            if e is not self._noted and self.done:
+                self._note(e, f"fit had begun {self.done} steps; {self._last()}")
+            raise
+
+    def _note(self, e: Exception, text: str) -> None:
+        e.add_note(text)
+        self._noted = e
+
     def _last(self) -> str:
-        if self._saved is None or self.checkpoints is None:
+        if self.checkpoints is None:
             return "there is no checkpoint."
-        return f"the last checkpoint is of step {self._saved}, in {self.checkpoints.directory}."
+        try:
+            self.checkpoints.wait()
+        except Exception as e:
+            log.warning(
+                "%s: %s", type(e).__name__, "\n".join([str(e), *getattr(e, "__notes__", [])])
+            )
+        there = self.checkpoints.steps()
+        if not there:
+            return "there is no checkpoint."
+        return f"the last checkpoint is of step {there[-1]}, in {self.checkpoints.directory}."
 
     def _settle(self) -> None:
         """Reads the results of the step in flight, and tells them."""
@@ -205,7 +249,8 @@ class Run:
         if self.watchdog is not None:
             self.watchdog.rest()
         for callback in self.callbacks:
-            self._ended |= callback(step, self.metrics) is True
+            answer = callback(step, self.metrics)
+            self._ended |= isinstance(answer, (bool, np.bool_)) and bool(answer)
         if self.sinks.ticks:
             self.sinks.tick(
                 step,
@@ -218,8 +263,8 @@ class Run:
             self.sinks.write(
                 "train",
                 step,
+                self.metrics,
                 steps=self.steps,
-                **self.metrics,
                 **self.clock.interval(),
                 data_seconds=waited - self._waited,
                 seconds_left=self.clock.left(),
@@ -243,8 +288,22 @@ class Run:
         )
         if improved:
             self.best, self.best_step = score, self.done
-        self.sinks.write("evaluation", self.done, **self.evaluation, best=improved)
+        self.sinks.write("evaluation", self.done, self.evaluation, best=improved)
+        self._tell_if_the_metric_is_missing()
         return improved and self.checkpoints is not None and self.checkpoints.best > 0
+
+    def _tell_if_the_metric_is_missing(self) -> None:
+        c, found = self.checkpoints, self.evaluation or {}
+        if c is None or not c.best or c.metric in found or self._missed:
+            return
+        self._missed = True
+        self.sinks.write(
+            "note",
+            self.done,
+            text=f"no checkpoint is kept as the best: the evaluation has no {c.metric!r}, "
+            f"but {', '.join(map(repr, found)) or 'nothing'}; name one with "
+            "Checkpoints(metric=...)",
+        )
 
     def _score(self) -> float | None:
         if self.checkpoints is not None:
@@ -277,4 +336,14 @@ def _numbers(found: Any) -> dict[str, float]:
         raise ValueError(
             f"evaluate must return {{name: number}}, but it returned a {type(found).__name__}."
         )
-    return {str(k): float(np.asarray(v)) for k, v in found.items()}
+    numbers, wrong = {}, []
+    for name, value in found.items():
+        try:
+            numbers[str(name)] = float(np.asarray(value).reshape(()))
+        except (TypeError, ValueError):
+            wrong.append(f"  {name}: {value!r}")
+    if wrong:
+        raise ValueError(
+            "evaluate must return numbers, but among them were:\n" + "\n".join(wrong)
+        )
+    return numbers

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,11 @@ class Console:
     def _start(self, record: Record) -> None:
         mesh, layout = record["mesh"], record["layout"]
         axes = " x ".join(f"{a}={n}" for a, n in mesh["axes"].items()) or "one device"
+        first, last = record["step"], record["steps"]
+        todo = f"steps {first} to {last}" if first < last else f"all {last} steps are taken"
         self._line(
-            f"state: {layout['parameters']:,} numbers; mesh: {axes} of {mesh['devices']} "
-            f"{mesh['device_kind']}; steps {record['step']} to {record['steps']}"
+            f"state: {layout['numbers']:,} numbers; mesh: {axes} of {mesh['devices']} "
+            f"{mesh['device_kind']}; {todo}"
         )
         if self._file is not None or not sys.stdout.isatty():
             return
@@ -173,9 +175,14 @@ class Sinks:
         self._sinks = list(sinks) if speaks else []
         self._ticks = [s.tick for s in self._sinks if hasattr(s, "tick")]
 
-    def write(self, event: str, step: int, **record: Any) -> None:
+    def write(
+        self, event: str, step: int, found: Mapping[str, Any] | None = None, /, **ours: Any
+    ) -> None:
+        """Hands on a record; what was `found` gives way where it has one of our names."""
+        ours = {"event": event, "step": step, "time": time.time(), **ours}
+        theirs = {f"metrics.{k}" if k in ours else k: v for k, v in (found or {}).items()}
         for sink in self._sinks:
-            sink.write({"event": event, "step": step, "time": time.time(), **record})
+            sink.write({**ours, **theirs})
 
     def tick(self, step: int, **record: Any) -> None:
         for tick in self._ticks:

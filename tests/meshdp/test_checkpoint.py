@@ -154,7 +154,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoints.close()
     assert checkpoints.steps() == [2, 5, 6]
     assert (checkpoints.best_step(), checkpoints.best_score()) == (2, 1.0)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000002", "00000005", "00000006"]
+    assert sorted(p.name for p in tmp_path.glob("0*")) == ["00000002", "00000005", "00000006"]
 
 
 def test_arguments_that_cannot_be_are_named():
@@ -244,7 +244,7 @@ def test_a_step_that_is_there_already_is_kept_aside(copy):
     checkpoints.save(3, state(5))
     checkpoints.close()
     assert_same(checkpoints.restore(state(0)).state, state(5))
-    assert (copy / "00000003.damaged").exists()
+    assert (copy / "00000003.replaced").exists()
 
 
 def test_all_damaged_is_nothing_found(copy, caplog):

@@ -62,3 +62,14 @@ def test_to_resume_takes_a_directory():
     assert str(e.value) == (
         "argument --resume: it needs --run DIR, the directory to go on from"
     )
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_training(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert _demo.main(["--run", str(tmp_path / "file")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "python -m meshdp demo: argument --run: No checkpoints can be saved in "
+        f"{tmp_path / 'file' / 'checkpoints'}: it cannot be written to (Not a directory).\n"
+    )

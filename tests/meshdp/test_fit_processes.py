@@ -78,7 +78,7 @@ def test_a_dead_process_ends_all_and_the_restart_resumes(died, want):
     at, _, err = died
     assert (
         "meshdp launch: process 1 ended with signal SIGKILL; all were stopped; starting again, "
-        "1 restarts left." in err.splitlines()
+        "1 restart left." in err.splitlines()
     )
     records = list(map(json.loads, (at / "log.jsonl").read_text().splitlines()))
     starts = [r["step"] for r in records if r["event"] == "start"]

@@ -65,7 +65,7 @@ def test_all_are_started_again_as_often_as_allowed(launched, tmp_path):
     stopped = "meshdp launch: process 0 ended with exit status 75; all were stopped"
     assert err.splitlines() == [
         f"{stopped}; starting again, 2 restarts left.",
-        f"{stopped}; starting again, 1 restarts left.",
+        f"{stopped}; starting again, 1 restart left.",
         f"{stopped}.",
     ]
 
@@ -85,9 +85,30 @@ def test_a_signal_reaches_all_and_ends_the_restarts(launched):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_what_has_not_ended_some_time_after_a_signal_is_killed(launched, monkeypatch):
+    monkeypatch.setattr(_local, "GRACE", 0.2)
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(30)\n"
+    )
+    begun = time.monotonic()
+    status, _, err = launched("--max-restarts=5", "--grace=1", "--processes=1", "-c", code)
+    assert status == 128 + signal.SIGTERM
+    assert err == (
+        "meshdp launch: not all had ended 1 s after SIGTERM, the --grace; they were killed.\n"
+    )
+    assert time.monotonic() - begun < 20
+
+
 @pytest.mark.parametrize(
     "arguments, fault",
     [
+        (["-c"], "-c takes code"),
+        (["-m"], "-m takes a module"),
+        (["-m", "no_such.module"], "there is no module 'no_such.module'"),
+        (["no_such.py", "--x"], "there is no file 'no_such.py'"),
         ([], "a program is missing: script.py, -m module or -c code"),
         (
             ["--processes", "0", "x.py"],

@@ -38,7 +38,9 @@ def test_each_process_is_told_its_number_its_devices_and_its_arguments(tmp_path)
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, jax\n"
+        "from meshdp.launch import initialize\n"
         "import beside\n"
+        "initialize()\n"  # joined already
         "print(jax.process_index(), jax.process_count(), jax.device_count(), sys.argv[1:])\n"
         "print(beside.name, file=sys.stderr)\n"
         "sys.exit()\n"
@@ -70,11 +72,11 @@ def test_when_one_fails_all_are_stopped_and_each_says_why(impatient):
     with pytest.raises(ProcessesFailed) as e:
         run(["-c", program], processes=2, devices=1, timeout=60)
     first, second = e.value.ended
-    assert (first.returncode, second.returncode) == (-9, 1)
+    assert (first.returncode, second.returncode) == (-15, 1)
     assert second.stderr.endswith("ValueError: bad luck\n")
     message = str(e.value)
     assert message.startswith("process 1 failed first, of 2 processes; all were stopped.\n")
-    assert "--- process 0, signal SIGKILL\n" in message
+    assert "--- process 0, signal SIGTERM\n" in message
     assert "--- process 1, exit status 1\n" in message
     assert message.endswith("ValueError: bad luck")
     assert_gone([int(pid) for pid in first.stdout.split()])
@@ -82,7 +84,19 @@ def test_when_one_fails_all_are_stopped_and_each_says_why(impatient):
 
 @pytest.mark.parametrize(
     ("leave", "status", "said"),
-    [("sys.exit(3)", 3, ""), ("sys.exit('no data')", 1, "no data\n")],
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no data')", 1, "no data\n"),
+        # As Python itself says it: without the frames of what started the program.
+        (
+            "raise KeyboardInterrupt",
+            130,
+            (
+                'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+                "KeyboardInterrupt\n"
+            ),
+        ),
+    ],
 )
 def test_an_exit_status_is_handed_on_without_waiting_for_others(impatient, leave, status, said):
     with pytest.raises(ProcessesFailed) as e:

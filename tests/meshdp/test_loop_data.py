@@ -265,6 +265,15 @@ def test_what_the_batches_raise_is_raised_with_the_step(step):
     assert (str(e.value), e.value.__notes__) == ("the disk is gone", [NO_CHECKPOINT])
 
 
+def test_data_in_place_of_batches_is_refused(step):
+    with pytest.raises(TypeError) as e:
+        fit(step, fitting.start(step), fitting.batch(), steps=1, log=None)
+    assert str(e.value) == (
+        "The batches are a dict, which is one thing, not many. Give meshdp.Batches(data, "
+        "size), or a list or generator of batches."
+    )
+
+
 def test_what_is_not_iterable_is_refused(step):
     with pytest.raises(TypeError) as e:
         prefetch(3, step)
@@ -302,7 +311,7 @@ def test_a_resumed_run_goes_on_with_the_next_batch(step, tmp_path, caplog, kind)
     caplog.set_level(logging.INFO, "meshdp")
     plain = lambda: (fitting.batch(16, seed=i) for i in itertools.count())
     make = {"grain": Grain, "plain": plain}[kind]
-    losses = []
+    losses, records = [], []
     for steps in (3, 5):
         fit(
             step,
@@ -310,7 +319,7 @@ def test_a_resumed_run_goes_on_with_the_next_batch(step, tmp_path, caplog, kind)
             make(),
             steps=steps,
             checkpoint=tmp_path,
-            log=None,
+            log=records.append,
             callbacks=[lambda n, m: losses.append(m["loss"])],
         )
     _, want = fitting.oracle([fitting.batch(16, seed=i) for i in range(5)])
@@ -321,6 +330,11 @@ def test_a_resumed_run_goes_on_with_the_next_batch(step, tmp_path, caplog, kind)
         "the first 3."
     )
     assert said == {"grain": [], "plain": [dropping]}[kind]
+    (resumed,) = [r["text"] for r in records if r["event"] == "note"]
+    dropped = "; the batches cannot save their position, so the first 3 are read and dropped"
+    assert resumed.removesuffix({"grain": "", "plain": dropped}[kind]) == (
+        f"resumed from the checkpoint of step 3 in {tmp_path}"
+    )
 
 
 def test_fewer_batches_than_were_taken_are_an_error(step, tmp_path):

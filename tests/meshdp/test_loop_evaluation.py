@@ -135,3 +135,40 @@ def test_a_function_that_returns_no_numbers_by_name_is_refused(step):
             log=None,
         )
     assert str(e.value) == "evaluate must return {name: number}, but it returned a float."
+
+
+def test_a_result_that_is_no_number_is_named(step):
+    with pytest.raises(ValueError) as e:
+        fit(
+            step,
+            fitting.start(step),
+            [fitting.batch()],
+            steps=1,
+            evaluate=lambda state: {"loss": np.float32(1), "who": "me", "all": np.ones(2)},
+            log=None,
+        )
+    assert str(e.value) == (
+        "evaluate must return numbers, but among them were:\n"
+        "  who: 'me'\n"
+        "  all: array([1., 1.])"
+    )
+
+
+def test_a_metric_that_the_evaluation_does_not_have_is_told_once(step, tmp_path):
+    records = []
+    fit(
+        step,
+        fitting.start(step),
+        [fitting.batch()] * 2,
+        steps=2,
+        checkpoint=tmp_path,
+        evaluate=lambda state: {"accuracy": 0.5, "error": 2.0},
+        evaluate_every=1,
+        log=records.append,
+    )
+    assert [r["text"] for r in records if r["event"] == "note"] == [
+        (
+            "no checkpoint is kept as the best: the evaluation has no 'loss', but 'accuracy', "
+            "'error'; name one with Checkpoints(metric=...)"
+        )
+    ]

@@ -111,6 +111,29 @@ def test_every_argument_that_cannot_be_is_named(step):
         "  watchdog=5: it takes meshdp.Watchdog(seconds)\n"
         "  callbacks[0]: 1 is no function"
     )
+    with pytest.raises(ValueError) as e:
+        fit(step, None, [], steps=2.0, checkpoint=5, evaluate=3, mask=1, callbacks=print)
+    assert str(e.value) == (
+        "fit cannot use these arguments:\n"
+        "  steps=2.0: expected a whole number from 0\n"
+        "  checkpoint=5: it takes a directory or meshdp.Checkpoints\n"
+        "  evaluate=3: it takes meshdp.Evaluation or a function of the state\n"
+        "  mask=1: it takes a name\n"
+        "  callbacks=<built-in function print>: it takes a list of functions"
+    )
+
+
+def test_numbers_and_answers_may_be_numpy_s(step):
+    out = fit(
+        step,
+        fitting.start(step),
+        [fitting.batch()] * 5,
+        steps=np.int64(5),
+        log=None,
+        prefetch=np.int32(1),
+        callbacks=[lambda n, m: np.isfinite(m["loss"]) if n == 2 else np.bool_(False)],
+    )
+    assert out.step == 3
 
 
 def test_a_plain_function_is_refused_with_the_decorator_to_use():

@@ -68,7 +68,7 @@ def test_the_circumstances_are_recorded_at_the_start(logged, step):
     assert first["layout"] == {
         "rule": "fsdp(min_size=1)",
         "leaves": len(state),
-        "parameters": sum(x.size for x in state),
+        "numbers": sum(x.size for x in state),
         "bytes": sum(map(size, state)),
         # The model and Adam's two moments are split over four.
         "bytes_per_device": sum(map(size, state)) - 3 * (8 * 16 + 16 * 4) * 4 * 3 // 4,
@@ -92,7 +92,7 @@ def test_each_interval_has_its_figures(logged):
 
 def test_the_console_has_a_line_for_each_interval(logged):
     lines = logged[1].splitlines()
-    count = events(logged[2], "start")[0]["layout"]["parameters"]
+    count = events(logged[2], "start")[0]["layout"]["numbers"]
     assert lines[0] == (f"state: {count} numbers; mesh: data=2 x fsdp=4 of 8 cpu; steps 0 to 6")
     assert lines[1].startswith("step 1/6  loss ")
     assert lines[3].startswith("step 6/6  loss ") and lines[3].endswith("examples/s  0 s left")
@@ -202,3 +202,30 @@ def test_neither_compilation_nor_what_was_done_before_a_restart_counts(clock):
     made.finished(8)
     assert (made.left(), made.rate()) == (45.0 * 13 / 4, 8.0)
     assert made.interval()["step_seconds_p50"] == 1.0
+
+
+def test_metrics_that_have_a_name_of_ours_get_another():
+    @meshdp.distributed(mesh=meshdp.make_mesh())
+    def step(n, batch):
+        return n + 1, {"loss": batch.sum(), "step": batch.max(), "steps": batch.min()}
+
+    records = []
+    fit(
+        step,
+        jax.numpy.int32(0),
+        [np.arange(8.0)],
+        steps=1,
+        evaluate=lambda state: {"time": 7.0, "best": 8.0, "event": 9.0},
+        log=records.append,
+    )
+    (train,), (evaluation,) = events(records, "train"), events(records, "evaluation")
+    assert (train["step"], train["steps"], train["loss"]) == (1, 1, 28.0)
+    assert (train["metrics.step"], train["metrics.steps"]) == (7.0, 0.0)
+    assert [evaluation[f"metrics.{k}"] for k in ("time", "best", "event")] == [7.0, 8.0, 9.0]
+    assert evaluation["step"] == 1
+
+
+def test_a_run_that_has_nothing_left_to_do_says_so(step):
+    out = io.StringIO()
+    run(step, 0, Console(file=out))
+    assert out.getvalue().splitlines()[0].endswith("; all 0 steps are taken")
