@@ -208,13 +208,18 @@ def subprograms(eqn: Any) -> list[Any]:
     ]
 
 
-def equations_for(closed: Any, used: Sequence[bool]) -> list[Any]:
-    """The equations that make the outputs marked in `used`, in order, on the same variables.
+def equation_for(closed: Any, eqn: Any, results: Sequence[Any]) -> Any:
+    """An equation of a jaxpr that makes these of its results only, on the same variables.
 
-    Each comes without those of its results, and of what it does inside, that none of these
-    outputs needs: a `shard_map` of two matrix products may come with one.
+    What it does inside for the others is left out: a `shard_map` of two matrix products may
+    come back with one.
     """
-    return list(dce_jaxpr(program(closed)[0], list(used))[0].eqns)
+    reads = list(dict.fromkeys(a for a in eqn.invars if not is_literal(a)))
+    alone = program(closed)[0].replace(
+        constvars=[], invars=reads, outvars=list(results), eqns=[eqn]
+    )
+    (found,) = dce_jaxpr(alone, [True] * len(results))[0].eqns
+    return found
 
 
 def eqn_context(eqn: Any):

@@ -5,7 +5,6 @@ gradient: what the input's gradient needs is done first; of what it leaves, the 
 gradients are finished whenever there is time, from the values that both halves use.
 """
 
-import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -49,11 +48,9 @@ class Halves:
             return jax.tree.leaves(dw), jax.tree.leaves(dx)
 
         self.back = _Program(jax.make_jaxpr(backward)(leaves, y))
-        for_w, for_x = [True] * n, [True] * len(y)
-        first = self.back.equations([*map(operator.not_, for_w), *for_x])
+        first = self.back.needed(self.back.outs[n:])
         made = {v for e in first for v in e.outvars} | set(self.back.ins)
-        later = self.back.equations([*for_w, *map(operator.not_, for_x)])
-        later = needed(later, self.back.outs[:n], done=made)
+        later = self.back.needed(self.back.outs[:n], done=made)
         reads = [a for e in later for a in e.invars] + self.back.outs[:n]
         crossing = dict.fromkeys(a for a in reads if _is_var(a) and a in made)
         held = dict(zip(self.back.ins, outs, strict=False))
@@ -88,8 +85,7 @@ class Halves:
 
     def _residuals(self, w: Any, kept: Sequence[Any] | None) -> list[Any]:
         env: dict[Any, Any] = dict(zip(self.from_weights, jax.tree.leaves(w), strict=True))
-        made_again = needed(self.go.jaxpr.eqns, [a for a in self.own if _is_var(a)])
-        env = self.go.run(made_again, None, env)
+        env = self.go.run(self.go.needed(self.own), None, env)
         if kept is not None:
             env.update(zip(self.kept, kept, strict=True))
         return [_read(env, a) if not _is_var(a) or a in env else None for a in self.residuals]
@@ -150,8 +146,15 @@ class _Program:
                 found.update(e.outvars)
         return found
 
-    def equations(self, used: Sequence[bool]) -> list[Any]:
-        return _jaxapi.equations_for(self.closed, used)
+    def needed(self, ends: Sequence[Any], done: Collection[Any] = ()) -> list[Any]:
+        """The equations that make these variables, in order, if those `done` are there."""
+        wanted, found = {a for a in ends if _is_var(a)} - set(done), []
+        for e in reversed(self.jaxpr.eqns):
+            results = [v for v in e.outvars if v in wanted]
+            if results:
+                found.append(_jaxapi.equation_for(self.closed, e, results))
+                wanted.update(a for a in found[-1].invars if _is_var(a) and a not in done)
+        return found[::-1]
 
     def run(self, eqns, args: Sequence[Any] | None, env: dict[Any, Any] | None = None):
         env = dict(env or {})
@@ -163,16 +166,6 @@ class _Program:
                 outs = _jaxapi.bind(e, [_read(env, a) for a in e.invars])
             env.update(zip(e.outvars, outs, strict=True))
         return env
-
-
-def needed(eqns: Sequence[Any], ends: Sequence[Any], done: Collection[Any] = ()) -> list[Any]:
-    """Those of the equations that make the variables `ends`, in order, if `done` are there."""
-    wanted, found = {a for a in ends if _is_var(a)} - set(done), []
-    for e in reversed(eqns):
-        if any(v in wanted for v in e.outvars):
-            found.append(e)
-            wanted.update(a for a in e.invars if _is_var(a) and a not in done)
-    return found[::-1]
 
 
 def _is_var(atom: Any) -> bool:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshdp
 from meshdp import _jaxapi
-from meshdp.parallel import attention, bubble, pipeline, pipeline_loss
+from meshdp.parallel import attention, bubble, columns, pipeline, pipeline_loss, row
+from meshdp.parallel._halves import Halves
 from meshdp.parallel._schedule import Schedule
 from meshdp.report._hlo import collectives
 from meshdp.report._pipelines import Pipeline, table, words
@@ -167,6 +168,39 @@ def test_the_bubble_of_a_compiled_pipeline_is_the_predicted_one(name, p, m, v):
     assert (found.forward, found.passes) == (ticks, 1)
     assert ticks - 1 <= found.backward <= ticks
     assert found.bytes == 4 * 64 * WIDTH
+
+
+def test_a_pipeline_run_for_each_of_three_batches_is_reported_as_three_passes():
+    def grads(w, x):
+        layer = lambda w, x, _: x + jnp.tanh(x @ w)
+        loss = lambda w, x: (pipeline(layer, w, x, microbatches=2) ** 2).sum()
+        step = lambda total, x: (total + jax.grad(loss)(w, x), None)
+        return jax.lax.scan(step, w, x)[0]
+
+    mesh = meshdp.make_mesh(stage=2, devices=jax.devices()[:2])
+    program = compiled(grads, mesh, ((2, 8, 8), P("stage")), ((3, 4, 8), P()))
+    [found], lines = reported(program, mesh)
+    assert (found.passes, found.forward, found.backward, found.bubble) == (3, 9, 9, 1 / 3)
+    assert lines[-1].split()[4:7] == ["3", "x", "3"]
+
+
+def test_a_layer_of_split_weights_is_cut_into_three_equal_parts():
+    def layer(w, x, rest):
+        (h,) = columns(x, w["up"])
+        return x + row(jnp.tanh(h), w["down"])
+
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    w, x = {"up": f32(32, 8), "down": f32(8, 32)}, f32(4, 3, 8)
+    with _jaxapi.tracing_mesh(meshdp.make_mesh(tensor=8)):
+        halves = Halves(layer, w, x, None)
+        y, kept = jax.eval_shape(halves.forward, w, x, None)
+        dx, saved = jax.eval_shape(halves.inputs, w, kept, y)
+        products = lambda f, *args: str(jax.make_jaxpr(f)(*args)).count("dot_general")
+        assert products(halves.forward, w, x, None) == 2
+        assert products(halves.inputs, w, kept, y) == 2
+        assert products(halves.weights, w, saved) == 2
+        assert jax.eval_shape(halves.weights, w, saved) == w and dx == x
+    assert len(saved) == 4  # of each product with a weight its two ends
 
 
 def test_the_report_prints_the_bubble_and_what_waits_for_the_backward_pass():
