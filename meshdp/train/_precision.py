@@ -1,6 +1,8 @@
 """Which type numbers have: kept, computed with, handed to the loss, summed over devices."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 # Their scale and shift stay as they are kept: they are few, and rounding them moves every
-# activation. Equinox computes these layers in float32 and gives back the input's type.
+# activation.
 NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
 
 
@@ -36,7 +38,8 @@ class Precision:
     """In which gradients are added up over devices. That of `compute` halves the bytes."""
 
     norms: Any = jnp.float32
-    """Of the weights of Equinox's normalisation layers."""
+    """Of the weights of Equinox's normalisation layers and of what they compute; they give
+    back the type that they are given."""
 
     def __post_init__(self):
         problems = []
@@ -104,24 +107,53 @@ def batch_for(batch: Any, precision: Precision | None) -> Any:
     return jax.tree.map(lambda x: x.astype(precision.compute) if is_float(x) else x, batch)
 
 
-def with_output(model: Any, precision: Precision | None) -> Any:
-    """The model, returning the output type when it is called.
+def as_called(model: Any, precision: Precision | None) -> Any:
+    """The model such that its normalisation layers compute in the type of `norms`, and that it
+    returns the type of `output` when it is called.
 
-    Only an Equinox module can be asked; the result is one of the same class, or rather of a
-    subclass that differs in `__call__` alone.
+    Only Equinox modules can be asked; each becomes one of a subclass that differs in
+    `__call__` alone.
     """
-    if precision is None or not isinstance(model, eqx.Module) or not callable(model):
+    if precision is None:
         return model
-    output = precision.output
-    cls: Any = type(model)
+    is_norm = lambda x: isinstance(x, NORMS)
+    # Equinox itself computes most of these in float32, but not `BatchNorm`.
+    norm = lambda x: _twin(x, _computing_in, precision.norms) if is_norm(x) else x
+    model = jax.tree.map(norm, model, is_leaf=is_norm)
+    if isinstance(model, eqx.Module) and callable(model):
+        return _twin(model, _returning, precision.output)
+    return model
 
+
+def _returning(cls, dtype):
     def call(self, *args, **kwargs):
         out = cls.__call__(self, *args, **kwargs)
-        return jax.tree.map(lambda x: x.astype(output) if is_float(x) else x, out)
+        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, out)
 
-    made = type(cls)(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
-    twin: Any = object.__new__(made)
+    return call
+
+
+def _computing_in(cls, dtype):
+    def call(self, x, *args, **kwargs):
+        out = cls.__call__(self, x.astype(dtype), *args, **kwargs)
+        if isinstance(out, tuple):  # and the state of a stateful layer
+            return out[0].astype(x.dtype), *out[1:]
+        return out.astype(x.dtype)
+
+    return call
+
+
+def _twin(module: Any, change: Callable, dtype: Any) -> Any:
+    cls: Any = type(module)
+    twin: Any = object.__new__(_twin_class(cls, change, dtype))
     for field in dataclasses.fields(cls):
-        if hasattr(model, field.name):
-            object.__setattr__(twin, field.name, getattr(model, field.name))
+        if hasattr(module, field.name):
+            object.__setattr__(twin, field.name, getattr(module, field.name))
     return twin
+
+
+# Kept, as every class of a module is one more pytree node for JAX, for good.
+@functools.lru_cache(maxsize=256)
+def _twin_class(cls: Any, change: Callable, dtype: Any) -> Any:
+    names = {"__call__": change(cls, dtype), "__module__": cls.__module__}
+    return type(cls)(cls.__name__, (cls,), names)

@@ -99,7 +99,7 @@ def make_train_step(
         `eqx.nn.BatchNorm(n, axis_name=("batch", *meshdp.BATCH_AXES))`, or of Flax, whose
         `batch_stats` are the model state, `nn.BatchNorm(axis_name=meshdp.BATCH_AXES)`. With
         `accumulate`, they are of one microbatch (on all devices), and carried from one to the
-        next. A state that differs from device to device is averaged.
+        next, without gradient. A state that differs from device to device is averaged.
     - `trains`: which leaves train, as a filter of Equinox: a function of a leaf, or a pytree
         of booleans and functions, which may be a prefix of the model. The others get no
         gradient, no optimizer state and no traffic but their gathering.

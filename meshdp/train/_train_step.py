@@ -19,7 +19,7 @@ from ._loss import checked
 from ._optimizer import check_scalar_rates
 from ._options import Options
 from ._plan import Plan
-from ._precision import batch_for, compute_types, kept, with_output
+from ._precision import as_called, batch_for, compute_types, kept
 from ._reduce import squares
 from ._remat import layers, policy_of
 from ._state import TrainState
@@ -175,7 +175,7 @@ class TrainStep(Distributed):
         rows, rest = _tree.split(batch, "batch", dynamic=_tree.is_array_or_number)
 
         def loss(arrays, carried, rows, keys):
-            model = with_output(structure.join(arrays), o.precision)
+            model = as_called(structure.join(arrays), o.precision)
             batch = rest.join(batch_for(rows, o.precision))
             if not o.stateful:
                 return *checked(o.loss_fn(model, batch, keys), self._name()), carried
