@@ -27,6 +27,7 @@ def inputs():
         "mask": np.arange(T) < lengths,
         "segments": np.sort(rng.integers(0, 3, (B, T)), axis=1).astype(np.int32),
         "target": normal(B, T, HEADS, SIZE),
+        "keep": np.ones((B, T, HEADS, SIZE), np.float32),
     }
 
 
@@ -41,17 +42,32 @@ def seen(batch, causal, masked):
 
 
 @functools.cache
-def oracle(causal, masked):
-    """The loss and the gradients of q, k and v. Tokens of padding see nothing and count 0."""
+def gradient(causal, masked):
     batch = inputs()
     allowed = seen(batch, causal, masked)
     counts = allowed.any(-1)[:, :, None, None]
 
-    def loss(q, k, v):
-        out = jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None])
+    def loss(q, k, v, keep):
+        out = jax.nn.dot_product_attention(q, k, v, mask=allowed[:, None]) * keep
         return jnp.where(counts, (out - batch["target"]) ** 2, batch["target"] ** 2).sum()
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*(batch[n] for n in "qkv"))
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+
+def oracle(causal, masked, keep):
+    """The loss and the gradients of q, k and v. Tokens of padding see nothing and count 0."""
+    return gradient(causal, masked)(*(inputs()[n] for n in "qkv"), keep)
+
+
+@jax.jit
+def keys_of(key):
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(B))
+
+
+@jax.jit
+def kept(keys):
+    """Dropout: each example's own, for the tokens in their natural order."""
+    return jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (T, HEADS, SIZE)) / 0.8)(keys)
 
 
 def losses(batch, q, k, v, causal, masked, method, order):
@@ -59,7 +75,7 @@ def losses(batch, q, k, v, causal, masked, method, order):
     more = dict(segment_ids=batch["segments"], mask=batch["mask"]) if masked else {}
     if order == "zigzag":
         batch, q, k, v, more = zigzag((batch, q, k, v, more))
-    out = attention(q, k, v, causal=causal, method=method, order=order, **more)
+    out = attention(q, k, v, causal=causal, method=method, order=order, **more) * batch["keep"]
     out, target = (
         unzigzag((out, batch["target"])) if order == "zigzag" else (out, batch["target"])
     )
@@ -84,12 +100,12 @@ def in_train_step(sizes, *how):
 
     def loss_fn(model, batch, keys):
         q, k, v = (batch[n] * model[n] for n in "qkv")
-        return meshdp.Mean(losses(batch, q, k, v, *how).sum(), 1.0)
+        return meshdp.Mean(losses({**batch, "keep": kept(keys)}, q, k, v, *how).sum(), 1.0)
 
     step = meshdp.make_train_step(loss_fn, optax.sgd(1.0), mesh=mesh, batch=SEQ)
     state = step.init(lambda key: probe, jax.random.key(0))
     grads, metrics = step.gradients(state, inputs())
-    return metrics, grads
+    return metrics, grads, kept(keys_of(jax.random.fold_in(state.key, state.step)))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +122,7 @@ def test_attention_over_seq_has_the_values_and_gradients_of_plain_attention(
     sizes, causal, masked, method, order
 ):
     loss, grads = in_distributed(sizes, causal, masked, method, order)
-    want, want_grads = oracle(causal, masked)
+    want, want_grads = oracle(causal, masked, inputs()["keep"])
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     for got, grad in zip(grads, want_grads, strict=True):
         np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
@@ -115,8 +131,8 @@ def test_attention_over_seq_has_the_values_and_gradients_of_plain_attention(
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_attention_inside_a_train_step_has_the_same_values_and_gradients(method):
     sizes = dict(data=2, seq=2, tensor=2)
-    metrics, grads = in_train_step(sizes, True, True, method, "zigzag")
-    batch, (want, want_grads) = inputs(), oracle(True, True)
+    metrics, grads, keep = in_train_step(sizes, True, True, method, "zigzag")
+    batch, (want, want_grads) = inputs(), oracle(True, True, keep)
     weight = 2  # one for each of data
     np.testing.assert_allclose(metrics["loss"], want / weight, rtol=1e-5)
     for name, grad in zip("qkv", want_grads, strict=True):
@@ -129,9 +145,9 @@ def test_without_a_mesh_it_is_a_plain_function_however_many_keys_it_takes_at_a_t
     block, monkeypatch
 ):
     monkeypatch.setattr(_blockwise, "BLOCK", block)
-    batch, (want, want_grads) = inputs(), oracle(True, True)
+    batch, (want, want_grads) = inputs(), oracle(True, True, inputs()["keep"])
     batch["mask"] = batch["mask"].astype(np.float32)  # numbers will do
-    f = lambda q, k, v: losses(batch, q, k, v, True, True, "ring", "zigzag").sum()
+    f = lambda *qkv: losses(batch, *qkv, True, True, "ring", "zigzag").sum()
     loss, grads = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*(batch[n] for n in "qkv"))
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     for got, grad in zip(grads, want_grads, strict=True):

@@ -1,7 +1,5 @@
 """Experts over `expert` against every expert on every token, on one device."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from meshdp.parallel import experts, route
 from meshdp.report._hlo import collectives
 
 ROWS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 4, 8, 8, 12, 8, 2
+EVERYTHING = np.ones((ROWS, TOKENS, WIDTH), np.float32)
 LAYOUT = meshdp.by_path({r"up|bias|down": P("expert"), r"router": P()})
 
 
@@ -36,14 +35,24 @@ def batch():
     }
 
 
-@functools.cache
-def oracle():
+@jax.jit
+def keys_of(key):
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(ROWS))
+
+
+@jax.jit
+def kept(keys):
+    return jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (TOKENS, WIDTH)) / 0.8)(keys)
+
+
+@jax.jit
+def oracle(keep):
     """The sum of squares plus both router losses, times the tokens that count."""
     data = batch()
     mask = data["mask"]
 
     def loss(p):
-        x = data["x"]
+        x = data["x"] * keep
         logits = x @ p["router"]
         shares = jax.nn.softmax(logits)
         best = jnp.argsort(-shares, -1)[..., :TOP_K]
@@ -61,24 +70,25 @@ def oracle():
         squares = (((y - data["y"]) ** 2).sum(-1) * mask).sum()
         return squares / n + 0.1 * balance + 0.01 * z
 
-    return jax.jit(jax.value_and_grad(loss))(init(jax.random.key(0)))
+    return jax.value_and_grad(loss)(init(jax.random.key(0)))
 
 
 def expert(p, x, rows):
     return rows.dot(jnp.tanh(rows.dot(x, p["up"]) + rows.each(p["bias"])), p["down"])
 
 
-def mean(p, data, capacity):
-    routing = route(data["x"] @ p["router"], TOP_K, mask=data["mask"])
+def mean(p, data, keep, capacity):
+    x = data["x"] * keep
+    routing = route(x @ p["router"], TOP_K, mask=data["mask"])
     params = {name: p[name] for name in ("up", "bias", "down")}
-    y, dropped = experts(expert, params, data["x"], routing, capacity=capacity)
+    y, dropped = experts(expert, params, x, routing, capacity=capacity)
     squares = meshdp.Mean.of(((y - data["y"]) ** 2).sum(-1), data["mask"])
     extra = 0.1 * routing.load_balance + 0.01 * routing.z
     return meshdp.Mean(squares.total + extra * squares.weight, squares.weight), dropped
 
 
-def check(loss, grads):
-    want, want_grads = oracle()
+def check(loss, grads, keep=EVERYTHING):
+    want, want_grads = oracle(keep)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     for name, expected in want_grads.items():
         scale = np.abs(expected).max()
@@ -90,7 +100,7 @@ def check(loss, grads):
 def step_of(sizes, capacity):
     def step(params, data):
         def loss(p):
-            m, dropped = mean(p, data, capacity)
+            m, dropped = mean(p, data, EVERYTHING, capacity)
             return m.value(), dropped
 
         (value, dropped), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -115,20 +125,20 @@ def test_experts_have_the_values_and_gradients_of_dense_evaluation(sizes, capaci
 @pytest.mark.parametrize("capacity", [4.0, None], ids=["capacity", "dropless"])
 def test_experts_in_a_train_step_too(capacity):
     def loss_fn(model, data, keys):
-        m, dropped = mean(model, data, capacity)
+        m, dropped = mean(model, data, kept(keys), capacity)
         return m, {"dropped": meshdp.Mean(dropped.astype(jnp.float32), 1.0)}
 
     mesh = meshdp.make_mesh(data=2, expert=4)
     step = meshdp.make_train_step(loss_fn, optax.sgd(1.0), mesh=mesh, layout=LAYOUT)
     state = step.init(init, jax.random.key(0))
     grads, metrics = step.gradients(state, batch())
-    check(metrics["loss"], grads)
+    check(metrics["loss"], grads, kept(keys_of(jax.random.fold_in(state.key, state.step))))
     assert metrics["dropped"] == 0
 
 
 @pytest.mark.parametrize("capacity", [4.0, None], ids=["capacity", "dropless"])
 def test_without_a_mesh_experts_are_a_plain_function(capacity):
-    f = lambda p: mean(p, batch(), capacity)[0].value()
+    f = lambda p: mean(p, batch(), EVERYTHING, capacity)[0].value()
     check(*jax.jit(jax.value_and_grad(f))(init(jax.random.key(0))))
 
 

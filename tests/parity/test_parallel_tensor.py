@@ -45,44 +45,57 @@ def norm(x, scale):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale[None, None]
 
 
-def block(model, x, sequence):
+EVERYTHING = np.ones((ROWS, TOKENS, WIDTH), np.float32)
+
+
+@jax.jit
+def keys_of(key):
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(ROWS))
+
+
+@jax.jit
+def kept(keys):
+    return jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (TOKENS, WIDTH)) / 0.8)(keys)
+
+
+def block(model, x, sequence, keep=EVERYTHING):
     h = self_attention(model.attention, norm(x, model.scale), causal=True, sequence=sequence)
-    x = x + h
+    x = x + h * keep
     return x + mlp(model.mlp, norm(x, model.scale), sequence=sequence)
 
 
-def total(model, data, sequence=False):
-    x = block(model, embed(model.embed, data["x"]), sequence)
+def total(model, data, keep=EVERYTHING, sequence=False):
+    x = block(model, embed(model.embed, data["x"]), sequence, keep)
     (logits,) = columns(x, model.head)
     return cross_entropy(logits, data["y"]).sum()
 
 
-@functools.cache
-def oracle():
+@eqx.filter_jit
+def oracle(keep):
     """Equinox's parts, one example and one token at a time."""
     data = batch()
     causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
 
-    def one(model, tokens, labels):
+    def one(model, tokens, labels, keep):
         x = jax.vmap(model.embed)(tokens)
         h = norm(x[None], model.scale)[0]
-        x = x + model.attention(h, h, h, mask=causal)
+        x = x + model.attention(h, h, h, mask=causal) * keep
         x = x + jax.vmap(model.mlp)(norm(x[None], model.scale)[0])
         logits = jax.vmap(model.head)(x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
 
     def loss(model):
-        return jax.vmap(one, (None, 0, 0))(model, data["x"], data["y"]).sum()
+        return jax.vmap(one, (None, 0, 0, 0))(model, data["x"], data["y"], keep).sum()
 
-    return eqx.filter_jit(eqx.filter_value_and_grad(loss))(Model(jax.random.key(0)))
+    return eqx.filter_value_and_grad(loss)(Model(jax.random.key(0)))
 
 
 def arrays(tree):
     return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
 
 
-def check(loss, grads, divisor=1):
-    want, want_grads = oracle()
+def check(loss, grads, keep=EVERYTHING, divisor=1):
+    want, want_grads = oracle(keep)
     np.testing.assert_allclose(loss, want / divisor, rtol=1e-5)
     largest = max(np.abs(g).max() for g in arrays(want_grads))
     for got, expected in zip(arrays(grads), arrays(want_grads), strict=True):
@@ -99,27 +112,29 @@ def layout():
 def test_a_block_in_a_train_step_has_the_values_and_gradients_of_equinox(sequence):
     mesh = meshdp.make_mesh(data=2, seq=2, tensor=2)
     step = meshdp.make_train_step(
-        lambda model, data, keys: meshdp.Mean(total(model, data, sequence), data["x"].shape[0]),
+        lambda model, data, keys: meshdp.Mean(
+            total(model, data, kept(keys), sequence), data["x"].shape[0]
+        ),
         optax.sgd(1.0),
         mesh=mesh,
         layout=layout(),
     )
     state = step.init(Model, jax.random.key(0))
     grads, metrics = step.gradients(state, batch())
-    check(metrics["loss"], grads, ROWS)
+    keep = kept(keys_of(jax.random.fold_in(state.key, state.step)))
+    check(metrics["loss"], grads, keep, ROWS)
     assert state.model.mlp.layers[0].weight.sharding.spec == P("tensor")
 
 
 def test_under_automatic_axes_too_and_without_a_mesh():
     mesh = meshdp.make_mesh(data=2, tensor=4)
+    gradient = eqx.filter_value_and_grad(total)
     step = meshdp.distributed(
-        lambda model, data: (model, eqx.filter_value_and_grad(total)(model, data)),
-        mesh=mesh,
-        layout=layout(),
+        lambda model, data: (model, gradient(model, data)), mesh=mesh, layout=layout()
     )
     model = step.init(Model, jax.random.key(0))
     check(*step(model, batch())[1])
-    check(*eqx.filter_jit(eqx.filter_value_and_grad(total))(Model(jax.random.key(0)), batch()))
+    check(*eqx.filter_jit(gradient)(Model(jax.random.key(0)), batch()))
 
 
 @functools.cache
@@ -159,7 +174,7 @@ def test_with_sequence_parallel_norms_each_sum_is_a_scatter_and_a_gather():
 def test_in_a_train_step_weights_travel_over_fsdp_as_shards_of_tensor():
     shapes = eqx.filter_eval_shape(Model, jax.random.key(0))
     step = meshdp.make_train_step(
-        lambda model, data, keys: meshdp.Mean(total(model, data), 1.0),
+        lambda model, data, keys: meshdp.Mean(total(model, data, EVERYTHING[:1]), 1.0),
         optax.sgd(1.0),
         mesh=meshdp.make_mesh(fsdp=2, tensor=4),
         layout=megatron(shapes) | meshdp.fsdp(min_size=1),
