@@ -6,6 +6,8 @@ from typing import Any
 import jax
 
 from .. import _jaxapi, _spec, _tree
+from .._distribute import describe
+from ._options import is_count
 from ._state import TrainState
 from ._train_step import TrainStep
 
@@ -47,14 +49,24 @@ def find_batch_size(
 
     **Raises:**
 
-    - `ValueError`: if not even one example per device and microbatch fits.
+    - `ValueError`: if not even one example per device and microbatch fits, if the batch has
+        no examples or does not divide over the devices, or if `limit` is not above 0.
     """
     if not isinstance(step, TrainStep):
-        raise TypeError(f"find_batch_size takes a step of make_train_step, not {step!r}.")
+        raise TypeError(
+            f"find_batch_size takes a step of make_train_step, not {describe(step)}."
+        )
+    if limit is not None and not (is_count(limit) or isinstance(limit, float) and limit >= 1):
+        raise ValueError(f"limit is {limit!r}, expected bytes of one device, or None.")
     step.shardings(state)  # and so a mesh is chosen
-    if limit is None:
-        limit = _jaxapi.memory_limit(step.mesh.devices.flat[0])
-    rows = next(x.shape[0] for x in jax.tree.leaves(batch) if _tree.is_array(x))
+    limit = int(limit or _jaxapi.memory_limit(step.mesh.devices.flat[0]))
+    arrays = [x for x in jax.tree.leaves(batch) if _tree.is_array(x)]
+    rows = arrays[0].shape[0] if arrays and arrays[0].shape else 0
+    if not rows:
+        raise ValueError(
+            f"find_batch_size got a batch without examples, {describe(batch)}. Give the global "
+            "batch, or its shapes, whose arrays have the examples along their first dimension."
+        )
     ways = 1
     for axis in _spec.entries(step.batch_spec, 1)[0]:
         ways *= step.mesh.shape[axis]

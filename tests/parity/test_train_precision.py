@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import meshdp
+from meshdp.loop import Checkpoints, shapes
 from meshdp.report import collectives
 
 from .test_train_features import MIXED, make, one_device_gradient, start
@@ -80,6 +81,32 @@ def test_an_overflow_halves_the_scale_and_two_thousand_good_steps_double_it():
     ready = bad._replace(good=jnp.int32(1999))
     good = _guard.follow(ready, jnp.array(True), jnp.ones(3), True)
     assert (good.scale, good.skipped, good.in_a_row, good.good) == (2.0**15, 1, 0, 0)
+
+
+def test_the_loss_scale_is_saved_and_a_run_goes_on_with_it(tmp_path):
+    def started(sizes):
+        step = make("linear", sizes, optax.sgd(1e-2), precision="f16")
+        return step, start(step, "linear")
+
+    batch = batches("linear")[0]
+    step, state = started(dict(data=8))
+    guard = state.guard._replace(
+        scale=np.float32(2.0**9), skipped=np.int32(6), good=np.int32(1998)
+    )
+    state, _ = step(state.replace(guard=guard), batch)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.close()
+    _, want = step(state, batch)
+
+    step, other = started(dict(fsdp=4, tensor=2))
+    found = Checkpoints(tmp_path).restore(shapes(step, other)).state
+    assert (found.guard.scale, found.guard.skipped, found.guard.good) == (2.0**9, 6, 1999)
+    found, metrics = step(found, batch)
+    assert (metrics["loss_scale"], metrics["skipped"]) == (2.0**9, 6)
+    np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=1e-3)
+    # It was the 2000th good step.
+    assert (found.guard.scale, found.guard.good) == (2.0**10, 0)
 
 
 def test_norm_layers_and_the_loss_stay_in_float32():
