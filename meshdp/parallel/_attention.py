@@ -233,7 +233,7 @@ def _misfits(q, k, v, method, order, sizes) -> list[str]:
         fix = "" if method != "ulysses" else ', or method="ring"'
         times = split // math.gcd(k.shape[2], split)
         if heads % (k.shape[2] * times) == 0:
-            fix += f", or each {times} times: jnp.repeat(k, {times}, axis=2) and so v"
+            fix += f", or repeat each: jnp.repeat(k, {times}, axis=2), and v likewise"
         problems.append(
             f"  kv_heads: {k.shape[2]} do not divide by {over}={split}; give "
             f"{near(k.shape[2], split)}{fix}"

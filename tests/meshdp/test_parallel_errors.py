@@ -36,7 +36,8 @@ def test_attention_names_every_size_that_does_not_divide():
     assert said(f, (3, 12, 6, 8), (3, 12, 3, 8), data=2, seq=2, tensor=2) == (
         "attention cannot use these arguments:\n"
         "  batch: 3 examples do not divide by data*fsdp=2; give 2 or 4\n"
-        "  kv_heads: 3 do not divide by tensor=2; give 2 or 4"
+        "  kv_heads: 3 do not divide by tensor=2; give 2 or 4, or repeat each: "
+        "jnp.repeat(k, 2, axis=2), and v likewise"
     )
     assert said(f, (2, 10, 6, 8), (2, 10, 2, 8), data=2, seq=2, tensor=2) == (
         "attention cannot use these arguments:\n"
@@ -68,8 +69,8 @@ def test_attention_names_every_argument_of_the_wrong_shape():
 
 def test_zigzag_says_how_many_tokens_would_do():
     assert said(zigzag, (2, 12), seq=4, data=2) == (
-        "zigzag over seq=4 cuts dimension 1 into 8 chunks, but the shape is (2, 12). Use 8 or "
-        "16 tokens."
+        "zigzag over seq=4 cuts dimension 1, the tokens, into 8 chunks:\n"
+        "  x: shape (2, 12); give 8 or 16 tokens"
     )
 
 
@@ -169,7 +170,7 @@ def test_experts_name_every_size_that_does_not_fit():
         "experts cannot use these arguments:\n"
         "  params: first dimensions (5,); the router has 6 experts, so each takes (6, ...)\n"
         "  batch: 3 examples do not divide by data*fsdp=2; give 2 or 4\n"
-        "  tokens: 6 do not divide by seq*expert*tensor=4; give 4 or 8\n"
+        "  tokens: 6 do not divide by expert=4; give 4 or 8\n"
         "  experts: 6 do not divide by expert=4; give 4 or 8"
     )
 

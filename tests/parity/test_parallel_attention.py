@@ -200,8 +200,8 @@ def test_too_few_heads_of_keys_may_be_repeated():
     q, k = jnp.zeros((2, 8, 8, 4)), jnp.zeros((2, 8, 2, 4))
     assert said(lambda: attention(q, k, k, method="ulysses")) == (
         "attention cannot use these arguments:\n"
-        '  kv_heads: 2 do not divide by seq*tensor=4; give 4, or method="ring", or each 2 '
-        "times: jnp.repeat(k, 2, axis=2) and so v"
+        '  kv_heads: 2 do not divide by seq*tensor=4; give 4, or method="ring", or repeat '
+        "each: jnp.repeat(k, 2, axis=2), and v likewise"
     )
 
 
