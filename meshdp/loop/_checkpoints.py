@@ -271,6 +271,8 @@ class Checkpoints:
             asked for by number, or as the best.
         - `PermissionError`: it may not be read.
         """
+        if step not in ("newest", "best") and not isinstance(step, numbers.Integral):
+            raise ValueError(f'step={step!r}: it takes "newest", "best" or a number of steps.')
         strict = self.strict if strict is None else strict
         if step == "best":
             step = self.best_step() if self.best_step() is not None else "newest"  # type: ignore

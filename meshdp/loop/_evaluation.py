@@ -11,7 +11,7 @@ from .._place import BATCH
 from ..train import Mean, TrainState
 from ._batches import Batches
 from ._metrics import read, scalars
-from ._prefetch import prefetch
+from ._prefetch import check_iterable, prefetch
 from ._signals import Asked, Stop
 from ._watchdog import Watchdog
 
@@ -43,6 +43,7 @@ class Evaluation:
     **Raises:**
 
     - `ValueError`: `batches` is an iterator, which is empty the second time, or never ends.
+    - `TypeError`: `measure` is no function, or `batches` cannot be iterated over.
     """
 
     def __init__(
@@ -53,6 +54,10 @@ class Evaluation:
         spec: P = BATCH,
         mask: str = "mask",
     ):
+        if not callable(measure):
+            raise TypeError(f"Evaluation measures with a function, not with {measure!r}.")
+        if not callable(batches):
+            check_iterable(batches)
         if isinstance(batches, Iterator):
             raise ValueError(
                 f"Evaluation was given an iterator ({type(batches).__name__}), which is empty "

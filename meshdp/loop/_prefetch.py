@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from .._distribute import Distributed
 from .._place import BATCH, pad_batch, shard_batch
 from ._batches import Batches
 
@@ -31,16 +32,7 @@ class Prefetch:
             raise ValueError(
                 f"prefetch keeps n={n!r} batches ahead; n is a whole number from 1."
             )
-        if not isinstance(batches, Iterable):
-            raise TypeError(
-                f"The batches, of type {type(batches).__name__}, cannot be iterated over. "
-                "Give a list, a generator, meshdp.Batches or any other iterable."
-            )
-        if isinstance(batches, (Mapping, str, bytes)):
-            raise TypeError(
-                f"The batches are a {type(batches).__name__}, which is one thing, not many. "
-                "Give meshdp.Batches(data, size), or a list or generator of batches."
-            )
+        check_iterable(batches)
         self._mesh, self._spec, self._mask, self._n = mesh, spec, mask, int(n)
         if isinstance(batches, Batches):
             batches = batches.on(mesh, spec)
@@ -231,6 +223,19 @@ class Prefetch:
         return {**padded, self._mask: mask}
 
 
+def check_iterable(batches: Any) -> None:
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"The batches, of type {type(batches).__name__}, cannot be iterated over. "
+            "Give a list, a generator, meshdp.Batches or any other iterable."
+        )
+    if isinstance(batches, (Mapping, str, bytes)):
+        raise TypeError(
+            f"The batches are a {type(batches).__name__}, which is one thing, not many. "
+            "Give meshdp.Batches(data, size), or a list or generator of batches."
+        )
+
+
 def _encoded(state: Any) -> Any:
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
@@ -277,6 +282,11 @@ def prefetch(
     - `ValueError`: from the iterator, when a batch has another structure, shape or dtype than
         the first; or fewer rows and no mask. Whatever `batches` raises is raised again.
     """
+    if not isinstance(to, (Mesh, Distributed)):
+        raise TypeError(
+            f"prefetch puts batches where a step or a mesh wants them, not a "
+            f"{type(to).__name__}."
+        )
     mesh = to if isinstance(to, Mesh) else to.mesh
     default: P = BATCH if isinstance(to, Mesh) else to._batch
     return Prefetch(batches, mesh, n, default if spec is None else spec, mask)

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import numbers
 import os
 import sys
 import threading
@@ -29,7 +30,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, *, end: bool = False):
-        if not seconds > 0:
+        if not isinstance(seconds, numbers.Real) or not seconds > 0:
             raise ValueError(
                 f"Watchdog(seconds={seconds!r}): a limit in seconds, above 0; leave the "
                 "watchdog out to have none."

@@ -127,6 +127,9 @@ def test_a_number_that_is_not_there_is_refused(saved):
     with pytest.raises(ValueError) as e:
         Checkpoints(saved).restore(state(0), step=7)
     assert str(e.value) == f"{saved} has no checkpoint of step 7. There are: 1, 2, 3."
+    with pytest.raises(ValueError) as e:
+        Checkpoints(saved).restore(state(0), step="last")
+    assert str(e.value) == 'step=\'last\': it takes "newest", "best" or a number of steps.'
 
 
 def test_an_empty_directory_has_nothing(tmp_path):

@@ -188,34 +188,42 @@ def test_processes_that_cannot_be_joined_are_an_error(found, case, words):
     assert found[case] == {"error": words, "up": False}
 
 
-DIES = """
+LEAVES = """
 import os, sys, time
 from meshdp.launch import initialize
 initialize(sys.argv[1], 2, int(sys.argv[2]), heartbeat_seconds=3)
-print("joined", flush=True)
 if sys.argv[2] == "1":
-    os.kill(os.getpid(), 9)
+    exec(sys.argv[3])
 time.sleep(100)
 """
 
 
-@pytest.mark.slow
-def test_a_process_that_dies_without_a_launcher_ends_the_others_in_time():
+def pair(leave):
+    """Two processes that no launcher watches, of which the second leaves so."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    first, second = (
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", DIES, address, str(i)],
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", LEAVES, address, str(i), leave],
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
         for i in (0, 1)
-    )
-    second.communicate(timeout=60)
+    ]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_gone_ends_the_others_in_time_without_a_launcher():
     begun = time.monotonic()
-    _, err = first.communicate(timeout=60)
-    assert first.returncode not in (0, None)
-    assert "JAX distributed service detected fatal errors" in err
-    assert time.monotonic() - begun < 30
+    killed, raised = pair("os.kill(os.getpid(), 9)"), pair("raise RuntimeError('boom')")
+    (_, of_killed), _, (_, of_raised), (_, said) = (
+        p.communicate(timeout=90) for p in (*killed, *raised)
+    )
+    assert time.monotonic() - begun < 60  # JAX alone: 100 s and 300 s
+    assert [killed[1].returncode, raised[1].returncode] == [-9, 1]
+    assert said.rstrip().endswith("RuntimeError: boom")
+    for p, err in ((killed[0], of_killed), (raised[0], of_raised)):
+        assert p.returncode not in (0, None)
+        assert "JAX distributed service detected fatal errors" in err

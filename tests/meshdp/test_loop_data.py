@@ -274,6 +274,15 @@ def test_data_in_place_of_batches_is_refused(step):
     )
 
 
+def test_a_place_that_is_none_is_refused():
+    with pytest.raises(TypeError) as e:
+        prefetch([fitting.batch()], print)
+    assert str(e.value) == (
+        "prefetch puts batches where a step or a mesh wants them, not a "
+        "builtin_function_or_method."
+    )
+
+
 def test_what_is_not_iterable_is_refused(step):
     with pytest.raises(TypeError) as e:
         prefetch(3, step)

@@ -61,6 +61,16 @@ def test_an_iterator_is_refused():
     )
 
 
+def test_what_cannot_be_measured_is_refused_at_once():
+    with pytest.raises(TypeError) as e:
+        Evaluation(0.5, [fitting.batch()])
+    assert str(e.value) == "Evaluation measures with a function, not with 0.5."
+    with pytest.raises(
+        TypeError, match="^The batches are a dict, which is one thing, not many"
+    ):
+        Evaluation(fitting.loss_fn, fitting.batch())
+
+
 def test_endless_batches_are_refused():
     with pytest.raises(ValueError) as e:
         Evaluation(measure, Batches(fitting.make_data(), 16))

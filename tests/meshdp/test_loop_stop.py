@@ -219,9 +219,11 @@ def test_the_watchdog_is_silent_between_steps_and_about_the_first(catch, step):
     assert errors() == ""
 
 
-def test_a_limit_of_no_time_is_refused():
+@pytest.mark.parametrize("seconds", [0, "30"])
+def test_a_limit_of_no_time_is_refused(seconds):
     with pytest.raises(ValueError) as e:
-        Watchdog(0)
+        Watchdog(seconds)
     assert str(e.value) == (
-        "Watchdog(seconds=0): a limit in seconds, above 0; leave the watchdog out to have none."
+        f"Watchdog(seconds={seconds!r}): a limit in seconds, above 0; leave the watchdog out "
+        "to have none."
     )
