@@ -3,10 +3,10 @@
 All devices work in lockstep: in each tick all go forward, then all go backward, and in the
 bubble they compute what is thrown away. To skip that by `lax.cond` would save no time, as the
 others are waited for. What zero-bubble schedules can save here is that the weights' gradients
-are computed for m microbatches and not in m + p - 1 ticks. On eight forced CPU devices
-(`tests/benchmarks/pipeline_schedules.py`, 4 stages, 8 microbatches, width 768) that took 0.92
-of 1F1B's flops, 0.96 of its time (0.92 to 1.01) and 1.4 times its temporaries; with layers of
-width 256 it was no faster. `repeats=2` took 0.73 of the time, with the same memory.
+are computed for m microbatches and not in m + p - 1 ticks. On forced CPU devices
+(`tests/benchmarks/pipeline_schedules.py`, 4 stages, 8 microbatches, width 768) that took 0.93
+of 1F1B's flops, 0.96 to 0.99 of its time and 1.5 times its temporaries; with layers of width
+256 it was no faster. `repeats=2` took 0.6 of the time, with less memory; keeping all 0.85.
 """
 
 import dataclasses

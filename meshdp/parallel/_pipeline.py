@@ -57,7 +57,9 @@ def pipeline(
 
     Inside, `"data"`, `"fsdp"` and `"stage"` are manual axes, and the others are as they were,
     so a layer may be split over `"tensor"`, `"seq"` or `"expert"`. Parameters that are split
-    over `"fsdp"` are gathered when the pipeline starts.
+    over `"fsdp"` are gathered once, when the pipeline starts, and a device holds its layers
+    and their gradients whole until the end. (Gathered in every tick, with fsdp=4, stage=2
+    and 4 microbatches, 0.4 to 0.6 of the temporaries would do, for 4 to 7 times the traffic.)
 
     **Arguments:**
 

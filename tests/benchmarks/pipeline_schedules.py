@@ -88,7 +88,7 @@ def normal(*shape):
 def main():
     print(header())
     mesh = meshdp.make_mesh(stage=stages)
-    for width, rows, tokens in ((256, 32, 32), (768, 32, 16)):
+    for width, rows, tokens in ((256, 32, 16), (768, 32, 16)):
         print(f"\nwidth {width}, {rows} rows of {tokens} tokens, {microbatches} microbatches")
         w = {k: normal(layers, width, width) for k in ("up", "down")}
         x = normal(rows, tokens, width)
