@@ -37,6 +37,11 @@ class Lookup:
         return ((i < 0) | (i >= self.size)).sum(dtype=jnp.float32) / self.times
 
 
+# What runs the program inside it once, on the same arguments.
+PLAIN = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2")
+PLAIN += ("custom_jvp_call", "custom_vjp_call")
+
+
 # What a variable of the program is known to be.
 
 
@@ -84,7 +89,7 @@ class _IsEqual:
 def lookups(closed: Any, first: int, count: int) -> list[Lookup]:
     """The lookups by any of the arguments `first` to `first + count - 1` of a program.
 
-    Loops are entered where they scan over the batch; branches and `while` are not.
+    Loops are entered where they scan over the batch; branches, `while` and `shard_map` are not.
     """
     given = [None] * first + [_Index(i, lambda x: x) for i in range(count)]
     found: dict[Any, Lookup] = {}
@@ -110,7 +115,7 @@ def _walk(closed, given: Sequence[Any], found: dict[Any, Lookup]) -> list[Any]:
         elif name in ("gather", "dynamic_slice"):
             _look(eqn, values, found)
             outs = [_view(eqn, values)]
-        elif len(inner := _jaxapi.subprograms(eqn)) == 1 and name not in ("while", "cond"):
+        elif name in PLAIN and len(inner := _jaxapi.subprograms(eqn)) == 1:
             outs = _inside(inner[0], values, found)
         else:
             outs = [_result(eqn, values, found)]

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from meshdp import Mean
+from meshdp.train._lookups import lookups
 
 from .test_train_wrong_use import (
     ADVICE,
     CLASSES,
+    ROWS,
     Y,
     by_optax,
     classify,
@@ -68,9 +70,23 @@ LOOKUPS = [
 ]
 
 
+def outside_by_leaf(losses, y):
+    """`(leaf, classes, how many are out of range)` of each lookup, without running a step."""
+    logits, y = jnp.zeros((ROWS, CLASSES)), jnp.asarray(y)
+    found = lookups(jax.make_jaxpr(losses)(logits, y), 1, 1)
+    return {(f.leaf, f.size, float(f.outside(y))) for f in found}
+
+
 @pytest.mark.parametrize("losses", LOOKUPS, ids=lambda f: f.__name__)
-def test_labels_out_of_range_are_named_with_their_range_and_the_classes(losses):
-    step, state = make(classify(losses))
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.float32])
+def test_labels_are_seen_however_they_are_looked_up(losses, dtype):
+    y = with_labels(12, -1, 10, 9)["y"].astype(dtype)
+    cast = lambda logits, y: losses(logits, y.astype(jnp.int32))
+    assert outside_by_leaf(cast, y) == {(0, CLASSES, 3)}
+
+
+def test_labels_out_of_range_are_named_with_their_range_and_the_classes():
+    step, state = make(classify(by_index))
     found, _ = said(step, state, with_labels(9, -1, 0))
     assert found == [
         (
@@ -146,9 +162,8 @@ def one_column_of_several(logits, y):
     [masked, asked_for_the_nearest, asked_for_zero, one_column_of_several],
     ids=lambda f: f.__name__,
 )
-def test_nothing_is_said_of_indices_that_the_loss_puts_in_range_itself(losses):
-    step, state = make(classify(losses))
-    assert said(step, state, with_labels(-1))[0] == []
+def test_indices_that_the_loss_puts_in_range_itself_are_its_own_affair(losses):
+    assert outside_by_leaf(losses, with_labels(-1)["y"]) == set()
 
 
 def test_only_the_values_that_are_used_as_indices_count():
@@ -159,7 +174,8 @@ def test_only_the_values_that_are_used_as_indices_count():
     columns = np.stack([Y, Y % 4, 99 + Y], 1).astype(np.int32)
     assert said(step, state, {"columns": columns})[0] == []
     columns[3, 1] = 4
-    (found,) = said(make(loss_fn)[0], make(loss_fn)[1], {"columns": columns})[0]
+    step, state = make(loss_fn)
+    (found,) = said(step, state, {"columns": columns})[0]
     assert found[1].split("\n")[1] == (
         "  batch['columns']: int32[16, 3] from 0 to 108; 1 used as an index of 4, but not in 0 "
         "to 3"
