@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshdp
@@ -342,3 +343,11 @@ def test_what_does_not_divide_is_refused_in_words(f, words):
     with pytest.raises(ValueError) as e:
         on(meshdp.make_mesh(data=2, tensor=4), lambda _: f(), np.ones(2))
     assert " ".join(str(e.value).split()) == " ".join(words.split())
+
+
+def test_outside_of_the_experts_their_axis_shares_the_examples():
+    mesh = meshdp.make_mesh(data=2, expert=4)
+    x = jax.device_put(np.ones((8, 4, 16)), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        (y,) = jax.jit(lambda x: columns(x, jnp.ones((8, 16))))(x)
+    assert y.sharding.shard_shape(y.shape) == (1, 4, 8)
