@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,28 @@ def test_zero_bubble_computes_as_much_less_as_predicted(v, remat):
     assert ours / plain == pytest.approx((passes * ticks + busy) / (4 * ticks), rel=0.01)
     assert found.bubble == pytest.approx(1 - (passes + 1) * busy / (passes * ticks + busy))
     assert found.bubble == bubble(4, 8, v, remat=remat, zero_bubble=True)
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_pipeline_loss_without_gradients_goes_forward_only_to_the_same_value(v):
+    rng = np.random.default_rng(0)
+    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((8, 8, 8), (8, 8)))
+    first = lambda _, x: x
+    layer = lambda w, x, _: x + jnp.tanh(x @ w)
+    last = lambda _, x, b: meshdp.Mean.of((x * x).sum(-1))
+    sizes: Any = dict(microbatches=4, repeats=v)
+    loss = lambda w, x: pipeline_loss(first, layer, last, ((), w, ()), x, **sizes).total
+    mesh = meshdp.make_mesh(stage=4, data=2)
+    lead, spec = ((8,), P("stage")) if v == 1 else ((2, 4), P(None, "stage"))
+    program = compiled(loss, mesh, ((*lead, 8, 8), spec), ((8, 8), P(("data", "fsdp"))))
+    [found], _ = reported(program, mesh)
+    assert (found.forward, found.backward) == (4 * v + 3, 0)
+
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    got = program(put(w.reshape(*lead, 8, 8), spec), put(x, P(("data", "fsdp"))))
+    for one in w:
+        x = x + np.tanh(x @ one)
+    np.testing.assert_allclose(got, (x * x).sum(), rtol=1e-5)
 
 
 def test_circular_keeps_no_slice_of_the_weights_for_each_tick():
