@@ -305,6 +305,17 @@ def unsharded(x: Any) -> Any:
     return jax.sharding.reshard(x, jax.P(*(None,) * x.ndim))
 
 
+def names_given(jaxpr: Any) -> set[str]:
+    """The names that `jax.ad_checkpoint.checkpoint_name` gives to values of a program."""
+    found: set[str] = set()
+    for eqn in program(jaxpr)[0].eqns:
+        if eqn.primitive.name == "name":
+            found.add(eqn.params["name"])
+        for inner in subprograms(eqn):
+            found |= names_given(inner)
+    return found
+
+
 def uses(jaxpr: Any, primitive: str) -> bool:
     """Whether a program, or one inside it, applies the primitive of that name."""
     return any(

@@ -18,7 +18,8 @@ class Guard(NamedTuple):
     skipped: Any
     """int32: how many steps were skipped in all."""
     in_a_row: Any
-    """int32: how many of them just now, one after the other."""
+    """int32: how many of them just now, one after the other; those that were skipped to find
+    the scale of float16 not counted."""
     leaf: Any
     """int32: the first parameter whose gradient was not finite, as an index among those that
     train, when a step was last skipped; the number of them if it was the loss alone; -1 if
@@ -35,8 +36,10 @@ def first(scales: bool) -> Guard:
     return Guard(zero, zero, zero - 1, scale, zero)
 
 
-def follow(guard: Guard, finite: Any, squares: Any, scales: bool) -> Guard:
-    """The guard after a step whose gradients have these sums of squares, one per parameter."""
+def follow(guard: Guard, finite: Any, loss: Any, squares: Any, scales: bool) -> Guard:
+    """The guard after a step with this loss, whose gradients have these sums of squares."""
+    # With nothing wrong but a scale above 1, it is the scale that is too high.
+    searching = jnp.isfinite(loss) & (guard.scale > 1) if scales else False
     bad = ~jnp.isfinite(squares)
     leaf = jnp.where(bad.any(), jnp.argmax(bad), squares.shape[0]).astype(jnp.int32)
     good = jnp.where(finite, guard.good + 1, 0)
@@ -48,7 +51,7 @@ def follow(guard: Guard, finite: Any, squares: Any, scales: bool) -> Guard:
         good = jnp.where(grow, 0, good)
     return Guard(
         skipped=guard.skipped + jnp.where(finite, 0, 1),
-        in_a_row=jnp.where(finite, 0, guard.in_a_row + 1),
+        in_a_row=jnp.where(finite, 0, guard.in_a_row + ~jnp.asarray(searching)),
         leaf=jnp.where(finite, guard.leaf, leaf),
         scale=scale,
         good=good,

@@ -34,9 +34,9 @@ class Options:
 
     def __post_init__(self, problems):
         problems = list(problems)
-        given: Any = self.optimizer
-        if isinstance(given, optax.MultiSteps):
-            object.__setattr__(self, "optimizer", given.gradient_transformation())
+        optimizer: Any = self.optimizer
+        if isinstance(optimizer, optax.MultiSteps):
+            object.__setattr__(self, "optimizer", optimizer.gradient_transformation())
         if not callable(self.loss_fn):
             problems.append(f"loss_fn: {describe(self.loss_fn)}; it takes a function")
         if not isinstance(self.optimizer, optax.GradientTransformation):
@@ -47,9 +47,12 @@ class Options:
             problems.append(f"accumulate: {self.accumulate!r}; it takes a whole number from 1")
         if self.gather not in GATHER:
             problems.append(f'gather: {self.gather!r}; it takes "microbatch" or "step"')
-        if self.clip is not None and not (
-            isinstance(self.clip, (int, float)) and self.clip > 0 and self.clip == self.clip
-        ):
+        for field in ("shard_update", "skip", "stateful"):
+            if not isinstance(getattr(self, field), bool):
+                given = getattr(self, field)
+                problems.append(f"{field}: {given!r}; it takes True or False")
+        is_number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
+        if self.clip is not None and not (is_number and self.clip > 0):
             problems.append(f"clip: {self.clip!r}; it takes a number above 0, or None")
         if self.stop_after is not None and not is_count(self.stop_after):
             problems.append(
@@ -73,7 +76,7 @@ class Options:
                 + "\n".join(f"  {p.strip()}" for p in problems)
             )
         # So that every optimizer can be told the loss; those that do not ask ignore it.
-        optimizer: Any = optax.with_extra_args_support(self.optimizer)
+        optimizer = optax.with_extra_args_support(self.optimizer)
         object.__setattr__(self, "optimizer", optimizer)
 
     @property

@@ -7,6 +7,7 @@ loss a layer goes from the first use of its weights to the first use of another'
 """
 
 import collections
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +38,28 @@ def policy_of(remat: Any):
         f'remat: {remat!r}; it takes "none", "full", "dots", a policy of '
         "jax.checkpoint_policies, or names given to jax.ad_checkpoint.checkpoint_name"
     )
+
+
+def check_names(remat: Any, closed: Any, loss: str) -> None:
+    """Refuses names that the program of a loss gives to nothing: all would be computed again.
+
+    **Raises:**
+
+    - `ValueError`: naming them.
+    """
+    if callable(remat) or remat == "none" or (isinstance(remat, str) and remat in NAMED):
+        return
+    asked = (remat,) if isinstance(remat, str) else remat
+    there = _jaxapi.names_given(closed)
+    missing = [n for n in asked if n not in there]
+    if missing:
+        close = difflib.get_close_matches(missing[0], [*NAMED, "none", *sorted(there)], 1)
+        raise ValueError(
+            f"remat names {', '.join(map(repr, missing))}, but {loss} gives that name to "
+            f"nothing; it names {', '.join(map(repr, sorted(there))) or 'nothing at all'}. "
+            + (f"Did you mean {close[0]!r}? " if close else "")
+            + "jax.ad_checkpoint.checkpoint_name(x, name) gives one."
+        )
 
 
 def layers(paths: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Any]:

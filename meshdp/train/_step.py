@@ -91,7 +91,8 @@ def make_train_step(
         and model state as they were. `state.guard` and `metrics["skipped"]` count them.
     - `stop_after`: how many such steps in a row end the run, with a `FloatingPointError` that
         names the first parameter whose gradient was not finite. Raised by the next call, which
-        waits for the step before; so set it where that is no loss.
+        waits for the step before; so set it where that is no loss. Steps skipped to find the
+        loss scale of float16 do not count.
     - `stateful`: for models that carry something on from batch to batch, such as the running
         averages of `eqx.nn.BatchNorm`: `loss_fn(model, batch, keys, model_state)` returns
         `(Mean, model_state)` or `((Mean, aux), model_state)`. For statistics over the whole
@@ -139,6 +140,8 @@ def make_train_step(
         )
     else:
         check_options(mesh, layout, batch)
+    if not isinstance(donate, bool):
+        problems.append(f"  donate: {donate!r}; it takes True or False")
     if isinstance(batch, P) and set(_spec.entries(batch, 1)[0]) != {"data", "fsdp"}:
         problems.append(
             f'  batch: {batch}; its first dimension is split over ("data", "fsdp"): '

@@ -194,7 +194,7 @@ class TrainStep(Distributed):
                 )
             return *checked(out[0], self._name()), after
 
-        watch = Traced(self._name(), state.model, rest.paths(), self._said)
+        watch = Traced(self._name(), state.model, o.remat, rest.paths(), self._said)
         key = jax.random.fold_in(state.key, state.step)
         # Per example, as in a mean: sums over many would leave the range of float16.
         share = rows[0].shape[0] if o.scales else 1
@@ -242,7 +242,7 @@ class TrainStep(Distributed):
             new = _guard.choose(finite, new, old)
             opt_state = _guard.choose(finite, opt_state, state.opt_state)
             carried = _guard.choose(finite, carried, state.model_state)
-            guard = _guard.follow(state.guard, finite, parts, o.scales)
+            guard = _guard.follow(state.guard, finite, metrics["loss"], parts, o.scales)
             metrics = {**metrics, "skipped": guard.skipped}
             if o.scales:
                 metrics["loss_scale"] = state.guard.scale

@@ -23,9 +23,17 @@ def which(model: Any, trains: Any) -> list[int]:
 
     **Raises:**
 
-    - `ValueError`: if nothing trains.
+    - `ValueError`: if nothing trains, or the filter does not fit the model.
     """
-    chosen = jtu.tree_leaves(eqx.filter(model, trains), is_leaf=lambda x: x is None)
+    try:
+        chosen = jtu.tree_leaves(eqx.filter(model, trains), is_leaf=lambda x: x is None)
+    except ValueError as e:
+        why = " ".join(str(e).split())
+        raise ValueError(
+            "trains does not fit the model. It takes a function of a leaf, or a pytree of "
+            "booleans and functions of the structure of the model or of a prefix of it, such "
+            f"as jax.tree.map(equinox.is_inexact_array, model). Equinox says: {why}"
+        ) from None
     leaves = jtu.tree_leaves(model, is_leaf=lambda x: x is None)
     arrays = [c for c, x in zip(chosen, leaves, strict=True) if _tree.is_array(x)]
     out = [i for i, c in enumerate(arrays) if c is not None and trainable(c)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import _draws
 from ._lookups import Lookup, lookups, outside
+from ._remat import check_names
 
 ADVICE = (
     "Look for labels out of range, a logarithm of or division by 0, or a learning rate that is "
@@ -34,8 +35,9 @@ class Named:
 class Traced:
     """What is found in the program of a loss when it is traced."""
 
-    def __init__(self, name: str, model: Any, paths: Sequence[str], said: set[str]):
-        self._name, self._model, self._paths, self._said = name, model, paths, said
+    def __init__(self, name: str, model: Any, remat: Any, paths: Sequence[str], said: set[str]):
+        self._name, self._model, self._remat = name, model, remat
+        self._paths, self._said = paths, said
         self.lookups: list[Lookup] = []
 
     def __call__(self, closed: Any, first: int, rows: Sequence[Any]) -> Any:
@@ -43,6 +45,7 @@ class Traced:
 
         The program's arguments are `first` others, the arrays of the batch and the keys.
         """
+        check_names(self._remat, closed, self._name)
         self._check_keys(closed, first, rows)
         self.lookups = lookups(closed, first, len(rows))
         return outside(self.lookups, rows)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import meshdp
 from meshdp import Mean
@@ -235,7 +236,8 @@ def test_keys_in_the_batch_that_are_not_used_are_named():
 
 def test_random_numbers_drawn_from_keys_in_the_batch_are_fine():
     def loss_fn(model, batch, keys):
-        return with_keys(model, batch, batch["key"])
+        later = jax.vmap(jax.random.fold_in, (0, None))(batch["key"], 1)
+        return with_keys(model, batch, later)
 
     step, state = make(loss_fn, Dropped)
     assert said(step.lower, state, {"x": X, "key": jax.random.split(KEY, ROWS)})[0] == []
@@ -277,3 +279,50 @@ def test_an_optimizer_that_takes_matrices_only_is_no_fault():
     only = optax.GradientTransformation(lambda params: (), update)
     step, state = make(classify(by_optax), optimizer=only)
     assert said(step, state, with_labels())[0] == []
+
+
+def test_flags_are_true_or_false():
+    with pytest.raises(ValueError) as e:
+        make(with_keys, clip=True, skip="no", stateful=1, shard_update=None, donate="x")
+    assert str(e.value) == (
+        "make_train_step cannot use these arguments:\n"
+        "  donate: 'x'; it takes True or False\n"
+        "  shard_update: None; it takes True or False\n"
+        "  skip: 'no'; it takes True or False\n"
+        "  stateful: 1; it takes True or False\n"
+        "  clip: True; it takes a number above 0, or None"
+    )
+
+
+@pytest.mark.parametrize(
+    "remat, words",
+    [
+        (
+            "ful",
+            "'ful', but loss_fn gives that name to nothing; it names 'h'. Did you mean 'full'?",
+        ),
+        (("h", "g"), "'g', but loss_fn gives that name to nothing; it names 'h'."),
+    ],
+    ids=str,
+)
+def test_a_name_to_keep_that_the_loss_gives_to_nothing_is_refused(remat, words):
+    def loss_fn(w, batch, keys):
+        return Mean.of(jax.jit(checkpoint_name, static_argnums=1)(batch["x"] @ w, "h").sum(-1))
+
+    step, state = make(loss_fn, remat=remat)
+    with pytest.raises(ValueError) as e:
+        step.lower(state, {"x": X})
+    assert str(e.value) == (
+        f"remat names {words} jax.ad_checkpoint.checkpoint_name(x, name) gives one."
+    )
+
+
+@pytest.mark.parametrize("trains", [{"weight": True}, None, "linear", 3], ids=str)
+def test_a_filter_that_does_not_fit_the_model_is_refused(trains):
+    with pytest.raises(ValueError) as e:
+        make(with_keys, Dropped, trains=trains)
+    assert str(e.value).partition(" Equinox says: ")[0] == (
+        "trains does not fit the model. It takes a function of a leaf, or a pytree of booleans "
+        "and functions of the structure of the model or of a prefix of it, such as "
+        "jax.tree.map(equinox.is_inexact_array, model)."
+    )

@@ -56,8 +56,10 @@ def test_gradients_are_summed_in_the_type_of_compute_if_asked():
 
 
 def test_float16_finds_its_loss_scale_and_then_trains():
-    step = make("mlp", dict(data=8), optax.sgd(1e-2), precision="f16")
+    # The search for a scale is no reason to stop.
+    step = make("mlp", dict(data=8), optax.sgd(1e-2), precision="f16", stop_after=1)
     state, seen = start(step, "mlp"), []
+    state = state.replace(guard=state.guard._replace(scale=np.float32(2.0**20)))
     batch = batches("mlp")[0]
     for _ in range(12):
         state, metrics = step(state, batch)
@@ -66,8 +68,8 @@ def test_float16_finds_its_loss_scale_and_then_trains():
         )
     losses, scales, skipped = zip(*seen, strict=True)
     assert losses[-1] < losses[0]
-    assert skipped[-1] == skipped[-2] < 12  # no step is skipped any more
-    assert scales[-1] == 2.0**15 / 2 ** skipped[-1]
+    assert 1 < skipped[-1] == skipped[-2] < 12  # no step is skipped any more
+    assert scales[-1] == 2.0**20 / 2 ** skipped[-1]
     assert state.guard.scale == scales[-1]
 
 
@@ -75,12 +77,16 @@ def test_an_overflow_halves_the_scale_and_two_thousand_good_steps_double_it():
     from meshdp.train import _guard
 
     guard = _guard.first(True)
-    squares = jnp.array([1.0, jnp.inf, 1.0])
-    bad = _guard.follow(guard, jnp.array(False), squares, True)
-    assert (bad.scale, bad.skipped, bad.in_a_row, bad.leaf) == (2.0**14, 1, 1, 1)
+    squares, no, yes = jnp.array([1.0, jnp.inf, 1.0]), jnp.array(False), jnp.array(True)
+    bad = _guard.follow(guard, no, 3.0, squares, True)
+    assert (bad.scale, bad.skipped, bad.in_a_row, bad.leaf) == (2.0**14, 1, 0, 1)
     ready = bad._replace(good=jnp.int32(1999))
-    good = _guard.follow(ready, jnp.array(True), jnp.ones(3), True)
+    good = _guard.follow(ready, yes, 3.0, jnp.ones(3), True)
     assert (good.scale, good.skipped, good.in_a_row, good.good) == (2.0**15, 1, 0, 0)
+    # What no scale can cause counts: a loss that is not finite, or a gradient at scale 1.
+    assert _guard.follow(guard, no, jnp.nan, squares, True).in_a_row == 1
+    assert _guard.follow(guard._replace(scale=1.0), no, 3.0, squares, True).in_a_row == 1
+    assert _guard.follow(guard, no, 3.0, squares, False).in_a_row == 1
 
 
 def test_the_loss_scale_is_saved_and_a_run_goes_on_with_it(tmp_path):
