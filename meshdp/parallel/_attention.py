@@ -295,7 +295,7 @@ def _ulysses(plan: _Plan, q, k, v, segment, mask):
         swap = lambda x: lax.all_to_all(x, "seq", split_axis=2, concat_axis=1, tiled=True)
         q, k, v = swap(q), swap(k), swap(v)
         position = jnp.concatenate([_ring.positions(i, n, size, plan.order) for i in range(n)])
-        causal = jnp.zeros(int(plan.causal))
+        causal = jnp.zeros((int(plan.causal), int(plan.order == "natural")))
         out = attend(q, position, segment, Keys(k, v, position, segment, mask), causal)
         return lax.all_to_all(out, "seq", split_axis=1, concat_axis=2, tiled=True)
 

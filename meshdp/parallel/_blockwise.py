@@ -5,6 +5,7 @@ et al. 2022): nothing as large as tokens × tokens is kept. Letters: b batch, t 
 k key-value heads, g query heads for each of them, h head size.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -39,6 +40,10 @@ class Queries(NamedTuple):
     q: Array  # [b, t, k, g, h], scaled
     position: Array  # [t]
     segment: Array | None  # [b, t]
+
+    def part(self, start: int, stop: int) -> "Queries":
+        segment = None if self.segment is None else self.segment[:, start:stop]
+        return Queries(self.q[:, start:stop], self.position[start:stop], segment)
 
 
 class Sums(NamedTuple):
@@ -178,16 +183,54 @@ def _back(queries, slopes, keys, causal):
     return dq, dk, dv
 
 
+PARTS = 4
+"""Into so many parts queries are cut that look at the keys of their own tokens. What comes
+after all of a part is left out: of the half that `causal` hides, three quarters."""
+
+
+def _cuts(size: int, ascending: bool) -> list[tuple[int, int]]:
+    if not ascending:
+        return [(0, size)]
+    ends = [min(-(-size * i // (PARTS * BLOCK)) * BLOCK, size) for i in range(PARTS + 1)]
+    return list(itertools.pairwise(dict.fromkeys(ends)))
+
+
+def look_at_own(queries: Queries, keys: Keys, causal: bool, ascending: bool) -> Sums:
+    """What queries see in the keys of the same tokens; `ascending` if these are in order."""
+    sums = []
+    for start, stop in _cuts(keys.position.shape[0], causal and ascending):
+        part = queries.part(start, stop)
+        empty = nothing(part.q, keys.v.shape[-1])
+        sums.append(look(empty, part, keys.part(0, stop), causal))
+    return Sums(*(jnp.concatenate(x, 1) for x in zip(*sums, strict=True)))
+
+
+def back_at_own(
+    queries: Queries, slopes: Slopes, keys: Keys, causal: bool, ascending: bool
+) -> tuple[Array, Array, Array]:
+    """As `back`, for `look_at_own`."""
+    size = keys.position.shape[0]
+    grow = lambda x: jnp.pad(x, [(0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)])
+    dqs, dks, dvs = [], [], []
+    for start, stop in _cuts(size, causal and ascending):
+        known = Slopes(*(x[:, start:stop] for x in slopes))
+        dq, dk, dv = back(queries.part(start, stop), known, keys.part(0, stop), causal)
+        dqs.append(dq)
+        dks.append(grow(dk))
+        dvs.append(grow(dv))
+    return jnp.concatenate(dqs, 1), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
+
+
 @jax.custom_vjp
 def attend(q, position, segment, keys: Keys, causal: Array):
     return _attend(q, position, segment, keys, causal)[0]
 
 
 def _attend(q, position, segment, keys, causal):
-    # `causal` is an array of shape [1] or [0], so that it is static to JAX: a plain bool
-    # would be traced.
+    # `causal` is an array of shape [causal, ascending], so that these are static to JAX: a
+    # plain bool would be traced.
     queries = Queries(q, position, segment)
-    out, log = finish(look(nothing(q, keys.v.shape[-1]), queries, keys, bool(causal.shape[0])))
+    out, log = finish(look_at_own(queries, keys, *map(bool, causal.shape)))
     out = out.astype(q.dtype)
     return out, (q, position, segment, keys, causal, out, log)
 
@@ -195,7 +238,8 @@ def _attend(q, position, segment, keys, causal):
 def _attend_back(kept, d_out):
     q, position, segment, keys, causal, out, log = kept
     queries = Queries(q, position, segment)
-    dq, dk, dv = back(queries, slopes(out, log, d_out), keys, bool(causal.shape[0]))
+    known = slopes(out, log, d_out)
+    dq, dk, dv = back_at_own(queries, known, keys, *map(bool, causal.shape))
     d_keys = Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype), None, None, None)  # type: ignore[arg-type]
     return dq.astype(q.dtype), None, None, d_keys, None
 

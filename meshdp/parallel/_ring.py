@@ -16,7 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ._blockwise import Keys, Queries, Slopes, back, finish, look, nothing, slopes
+from ._blockwise import (
+    Keys,
+    Queries,
+    Slopes,
+    back,
+    back_at_own,
+    finish,
+    look,
+    look_at_own,
+    slopes,
+)
 
 AXIS = "seq"
 
@@ -36,11 +46,6 @@ def _round(n: int, tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, AXIS, onward), tree)
 
 
-def _late(queries: Queries, half: int) -> Queries:
-    segment = None if queries.segment is None else queries.segment[:, half:]
-    return Queries(queries.q[:, half:], queries.position[half:], segment)
-
-
 def forward(
     q: Array, segment: Array | None, keys: Keys, n: int, causal: bool, order: str
 ) -> tuple[Array, Array]:
@@ -48,7 +53,7 @@ def forward(
     me = lax.axis_index(AXIS) if n > 1 else 0
     size = q.shape[1]
     queries = Queries(q, positions(me, n, size, order), segment)
-    sums = look(nothing(q, keys.v.shape[-1]), queries, keys, causal)
+    sums = look_at_own(queries, keys, causal, True)
 
     def visit(carry, r):
         keys, sums = carry
@@ -63,7 +68,7 @@ def forward(
 
         def second(sums):
             tail = look(
-                type(sums)(*(x[:, half:] for x in sums)), _late(queries, half), keys, False
+                type(sums)(*(x[:, half:] for x in sums)), queries.part(half, size), keys, False
             )
             return type(sums)(
                 *(jnp.concatenate([a[:, :half], b], 1) for a, b in zip(sums, tail, strict=True))
@@ -93,7 +98,7 @@ def backward(
     size = q.shape[1]
     queries = Queries(q, positions(me, n, size, order), segment)
     known = slopes(out, log, d_out)
-    dq, own_dk, own_dv = back(queries, known, keys, causal)
+    dq, own_dk, own_dv = back_at_own(queries, known, keys, causal, True)
     if n == 1:
         return dq, own_dk, own_dv
 
@@ -122,7 +127,7 @@ def backward(
 
     def second(keys):
         late = Slopes(*(x[:, half:] for x in known))
-        dq, dk, dv = back(_late(queries, half), late, keys, False)
+        dq, dk, dv = back(queries.part(half, size), late, keys, False)
         return before(dq), dk, dv
 
     start = (keys, dq, jnp.zeros(keys.k.shape), jnp.zeros(keys.v.shape))
