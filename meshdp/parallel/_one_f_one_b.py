@@ -77,10 +77,10 @@ def pipeline_loss(
     al. 2021): a device keeps the inputs of at most `2p - 1` microbatches for p stages, however
     many there are, where `pipeline` keeps all. With `repeats=v`, each device holds v shorter
     runs of layers (interleaved 1F1B, ibid. section 2.2): the bubble is v times shorter, and
-    at most `2vp - 1` inputs are kept. Time and `bubble` are those of `pipeline`. Where
-    gradients are asked for, they are computed together with the value; they are right for any
-    function of the loss, and there are no second derivatives. Gradients of the parameters are
-    added up in float32 at least.
+    at most `2vp - 1` inputs are kept. Time and `bubble` are those of `pipeline`. Values and
+    gradients are computed together (where nobody asks for gradients the compiler leaves them
+    out), and gradients are right for any function of the loss; there are no second
+    derivatives. Gradients of the parameters are added up in float32 at least.
 
     Without a mesh, or with one device along `"stage"`: `first`, a scan over the layers,
     `last`, on the whole batch.
@@ -132,22 +132,18 @@ def pipeline_loss(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(plan, learned, fixed, batch):
-    return _run(plan, False, learned, fixed, batch)
+    return _forward(plan, learned, fixed, batch)[0]
 
 
 def _forward(plan: _Plan, learned, fixed, batch):
-    return _run(plan, True, learned, fixed, batch)
-
-
-def _run(plan: _Plan, gradients: bool, learned, fixed, batch):
     rows, layers = P(plan.batch), P(AXIS) if plan.repeats == 1 else P(None, AXIS)
     specs = (P(), layers, P())
     run = manually(
         "pipeline_loss",
-        partial(_per_device, plan, gradients),
+        partial(_per_device, plan),
         frozenset({AXIS, *EXAMPLES} & _jaxapi.automatic_axes()),
         (specs, specs, rows),
-        ((P(), P()), specs) if gradients else (P(), P()),
+        ((P(), P()), specs),
     )
     with jax.named_scope(plan.schedule.scope):
         return run(learned, fixed, batch)
@@ -160,7 +156,7 @@ def _backward(plan: _Plan, grads, d):
 _loss.defvjp(_forward, _backward)
 
 
-def _per_device(plan: _Plan, gradients: bool, learned, fixed, batch):
+def _per_device(plan: _Plan, learned, fixed, batch):
     p, m, v = plan.stages, plan.microbatches, plan.repeats
     schedule = plan.schedule
     first_params, layers, last_params = learned
@@ -200,12 +196,11 @@ def _per_device(plan: _Plan, gradients: bool, learned, fixed, batch):
         x = lax.cond(enters, lambda: first(first_params, part), lambda: zeros(nothing))
         x = choose(enters, x, got)
         w = run(turn, (layers, fixed[1]))
-        if plan.remat or not gradients:
+        if plan.remat:
             y, keep = stage.forward(w, x, part), x
         else:
             y, keep = stage.forward_and_keep(w, x, part)
-        if gradients:
-            kept = _put(kept, keep, jnp.clip(t - me, 0, v * m - 1) % schedule.kept, busy)
+        kept = _put(kept, keep, jnp.clip(t - me, 0, v * m - 1) % schedule.kept, busy)
         return choose(busy, y, nothing), kept, part, busy & (me == p - 1) & (turn == v - 1)
 
     def turn_back(y, part, ends, sums):
@@ -284,18 +279,6 @@ def _per_device(plan: _Plan, gradients: bool, learned, fixed, batch):
             grads = weights(t, waiting, grads)
         return (got, kept, d_got, waiting, sums, grads), None
 
-    def only_forward(carry, t):
-        got, loss = carry
-        y, _, part, ends = forward(t, got, ())
-        one = lax.cond(ends, lambda: last(last_params, y, part), lambda: zeros(loss))
-        return (onward(y, p, around=v > 1), jax.tree.map(_add, loss, one)), None
-
-    no_loss, examples = (jnp.zeros(()), jnp.zeros(())), plan.batch or ()
-    if not gradients:
-        ticks = jnp.arange(schedule.ticks)
-        (_, loss), _ = lax.scan(only_forward, (nothing, no_loss), ticks)
-        return lax.psum(loss, (*examples, AXIS))
-
     stack = lambda tree, n: jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), tree)
     # No microbatch turns back before tick v * p - 1.
     lead, ticks = v * p - 1, schedule.ticks
@@ -305,7 +288,7 @@ def _per_device(plan: _Plan, gradients: bool, learned, fixed, batch):
         stack(nothing if plan.remat else empty(stage.keeps), schedule.kept),
         nothing,
         stack(empty(stage.waits), p) if plan.later else (),
-        (no_loss, wide[0]),
+        ((jnp.zeros(()), jnp.zeros(())), wide[0]),
         wide[1:],
     )
     late = lead + p - 1 if plan.later else lead + ticks
@@ -314,6 +297,7 @@ def _per_device(plan: _Plan, gradients: bool, learned, fixed, batch):
         how = dict(goes=start < ticks, comes=start >= lead, works=start >= late)
         carry, _ = lax.scan(partial(tick, **how), carry, jnp.arange(start, end))
     *_, (loss, d_last), (d_first, d_layers) = carry
+    examples = plan.batch or ()
     loss, d_first, d_last = lax.psum((loss, d_first, d_last), (*examples, AXIS))
     if examples:
         d_layers = lax.psum(d_layers, examples)

@@ -254,7 +254,7 @@ def test_zero_bubble_computes_as_much_less_as_predicted(v, remat):
 
 
 @pytest.mark.parametrize("v", [1, 2])
-def test_pipeline_loss_without_gradients_goes_forward_only_to_the_same_value(v):
+def test_of_pipeline_loss_without_gradients_the_compiler_keeps_the_way_forward_only(v):
     rng = np.random.default_rng(0)
     w, x = (rng.standard_normal(s).astype(np.float32) for s in ((8, 8, 8), (8, 8)))
     first = lambda _, x: x
