@@ -53,13 +53,22 @@ def initialize(
         return
     # Before the coordination service begins, which installs its handler.
     jax.config.update("jax_enable_preemption_service", False)
-    joined = _jaxapi.join_processes(
-        coordinator_address,
-        num_processes,
-        process_id,
-        heartbeat_timeout_seconds=heartbeat_seconds,
-        **options,
-    )
+    try:
+        joined = _jaxapi.join_processes(
+            coordinator_address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            **options,
+        )
+    except RuntimeError as e:
+        if "Failed to start RPC server" in str(e):
+            e.add_note(
+                f"Process 0 listens on the port of {coordinator_address or 'its cluster'}, "
+                "which something else on this machine may use: choose another port "
+                "(coordinator_address, or JAX_COORDINATOR_PORT in a cluster)."
+            )
+        raise
     if joined:
         _end_on_errors()
     if not joined and (num_processes or 1) > 1:

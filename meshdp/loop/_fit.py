@@ -54,7 +54,8 @@ def fit(
     ```
 
     The loop gives the devices the next step before it reads the results of the last, so that
-    they never wait for the host. With several processes all call it together.
+    they never wait for the host. With several processes, which `initialize` has joined, all
+    call it together.
 
     With `checkpoint`, SIGTERM and SIGINT end it after the step in flight, or between two
     batches of an `Evaluation`: a checkpoint is written and `Preempted` raised, which ends the

@@ -24,6 +24,8 @@ class Stub:
 
 def stub(kind):
     def make(*args, **kwargs):
+        if "taken" in args[0]:
+            raise RuntimeError("UNKNOWN: Failed to start RPC server")
         seen[kind] = [args, kwargs]
         return Stub()
     return make
@@ -67,8 +69,8 @@ for case in json.loads(sys.argv[1]):
         warnings.simplefilter("ignore")
         try:
             meshdp.launch.initialize(**case.get("arguments", {}))
-        except ValueError as e:
-            error = str(e)
+        except (ValueError, RuntimeError) as e:
+            error = "\\n".join([str(e), *getattr(e, "__notes__", [])])
     jax.config.update("jax_enable_preemption_service", True)
     print(json.dumps({**seen, "error": error, "up": jax.distributed.is_initialized()}))
 """
@@ -114,6 +116,14 @@ CASES = {
     "alone": {"env": {}},
     "no address": {"env": {}, "arguments": {"num_processes": 2, "process_id": 0}},
     "no kubernetes": {"env": POD},
+    "no port": {
+        "env": {},
+        "arguments": {
+            "coordinator_address": "here:taken",
+            "num_processes": 2,
+            "process_id": 0,
+        },
+    },
     "no patience": {"env": {}, "arguments": {"heartbeat_seconds": 0}},
 }
 
@@ -179,6 +189,15 @@ def test_alone_there_is_nothing_to_join(found):
                 "This is a pod of an indexed Kubernetes job, but JAX cannot find the others: "
                 "pip install 'jax[k8s]', or give coordinator_address, num_processes and "
                 "process_id."
+            ),
+        ),
+        (
+            "no port",
+            (
+                "UNKNOWN: Failed to start RPC server\n"
+                "Process 0 listens on the port of here:taken, which something else on this "
+                "machine may use: choose another port (coordinator_address, or "
+                "JAX_COORDINATOR_PORT in a cluster)."
             ),
         ),
         ("no patience", "heartbeat_seconds=0: expected at least 1."),
