@@ -256,17 +256,17 @@ def test_zero_bubble_computes_as_much_less_as_predicted(v, remat):
 @pytest.mark.parametrize("v", [1, 2])
 def test_of_pipeline_loss_without_gradients_the_compiler_keeps_the_way_forward_only(v):
     rng = np.random.default_rng(0)
-    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((8, 8, 8), (8, 8)))
+    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((8, 8, 8), (16, 8)))
     first = lambda _, x: x
     layer = lambda w, x, _: x + jnp.tanh(x @ w)
     last = lambda _, x, b: meshdp.Mean.of((x * x).sum(-1))
-    sizes: Any = dict(microbatches=4, repeats=v)
+    sizes: Any = dict(microbatches=8, repeats=v)
     loss = lambda w, x: pipeline_loss(first, layer, last, ((), w, ()), x, **sizes).total
     mesh = meshdp.make_mesh(stage=4, data=2)
     lead, spec = ((8,), P("stage")) if v == 1 else ((2, 4), P(None, "stage"))
-    program = compiled(loss, mesh, ((*lead, 8, 8), spec), ((8, 8), P(("data", "fsdp"))))
+    program = compiled(loss, mesh, ((*lead, 8, 8), spec), ((16, 8), P(("data", "fsdp"))))
     [found], _ = reported(program, mesh)
-    assert (found.forward, found.backward) == (4 * v + 3, 0)
+    assert (found.forward, found.backward) == (8 * v + 3, 0)
 
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     got = program(put(w.reshape(*lead, 8, 8), spec), put(x, P(("data", "fsdp"))))
