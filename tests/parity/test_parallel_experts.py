@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshdp
@@ -290,3 +291,23 @@ def test_route_names_what_does_not_fit():
         "  top_k: 5; it takes a whole number from 1 to the 4 experts\n"
         "  mask: shape (3,); it takes (2, 3)"
     )
+
+
+def test_dropless_experts_keep_nothing_inside_them_for_the_worst_case():
+    mesh, tokens = meshdp.make_mesh(expert=8), 64
+
+    def temporaries(hidden):
+        def loss(w, x):
+            f = lambda w, x, rows: rows.dot(jnp.tanh(rows.dot(x, w[0])), w[1])
+            return experts(f, w, x, route(x, 2), capacity=None)[0].sum()
+
+        shape = lambda *s: jax.ShapeDtypeStruct(
+            s, jnp.float32, sharding=NamedSharding(mesh, P("expert"))
+        )
+        args = (shape(8, 8, hidden), shape(8, hidden, 8)), shape(8, tokens, 8)
+        with jax.set_mesh(mesh):
+            program = jax.jit(jax.grad(loss)).lower(*args).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    # All tokens of the 8 devices may come to one.
+    assert temporaries(1024) - temporaries(64) < 4 * 960 * 8 * tokens / 2
