@@ -128,6 +128,16 @@ def test_attention_over_seq_has_the_values_and_gradients_of_plain_attention(
         np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
 
 
+def test_blocks_are_left_out_only_where_the_tokens_are_in_order(monkeypatch):
+    monkeypatch.setattr(_blockwise, "BLOCK", 4)
+    sizes = dict(data=2, seq=2, tensor=2)
+    loss, grads = in_distributed(sizes, True, True, "ulysses", "zigzag")
+    want, want_grads = oracle(True, True, inputs()["keep"])
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for got, grad in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(got, grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_attention_inside_a_train_step_has_the_same_values_and_gradients(method):
     sizes = dict(data=2, seq=2, tensor=2)
