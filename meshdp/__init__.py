@@ -18,6 +18,7 @@ from ._place import pad_batch as pad_batch
 from ._place import place as place
 from ._place import shard_batch as shard_batch
 from ._place import to_host as to_host
+from .launch import initialize as initialize
 from .loop import Batches as Batches
 from .loop import Checkpoints as Checkpoints
 from .loop import Console as Console
@@ -73,6 +74,7 @@ __all__ = [
     "Fitted",
     "fsdp",
     "Guard",
+    "initialize",
     "JsonLines",
     "Layout",
     "local_rows",

@@ -68,7 +68,7 @@ for case in json.loads(sys.argv[1]):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            meshdp.launch.initialize(**case.get("arguments", {}))
+            meshdp.initialize(**case.get("arguments", {}))
         except (ValueError, RuntimeError) as e:
             error = "\\n".join([str(e), *getattr(e, "__notes__", [])])
     jax.config.update("jax_enable_preemption_service", True)
