@@ -88,7 +88,8 @@ def make_train_step(
     - `clip`: the global norm that the gradient is scaled down to when it is larger. The norm
         is that of the whole gradient, however it is split.
     - `skip`: whether a step whose loss or gradient is not finite leaves model, optimizer state
-        and model state as they were. `state.guard` and `metrics["skipped"]` count them.
+        and model state as they were. `state.guard` and `metrics["skipped"]` count them. So
+        does one whose learning rate is not finite, which the smallest parameters tell.
     - `stop_after`: how many such steps in a row end the run, with a `FloatingPointError` that
         names the first parameter whose gradient was not finite. Raised by the next call, which
         waits for the step before; so set it where that is no loss. Steps skipped to find the

@@ -44,7 +44,7 @@ class TrainStep(Distributed):
         self._probe: TrainStep | None = None
         self._said: set[str] = set()
         self._checked = False
-        self._watch = Watch(self._name(), options.stop_after, options.skip, options.scales)
+        self._watch = Watch(self._name(), options.stop_after, options.skip)
 
     def init(self, make_model: Callable, key: Any, *args: Any) -> TrainState:
         """Makes the state on the mesh, each leaf in its place from the start.
@@ -238,11 +238,13 @@ class TrainStep(Distributed):
         new = jtu.tree_leaves(optax.apply_updates(as_tree(old), updates))
         guard = state.guard
         if o.skip:
-            finite = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+            learnt = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+            finite = learnt & _guard.updated(new, plan.trained)
             new = _guard.choose(finite, new, old)
             opt_state = _guard.choose(finite, opt_state, state.opt_state)
             carried = _guard.choose(finite, carried, state.model_state)
             guard = _guard.follow(state.guard, finite, metrics["loss"], parts, o.scales)
+            guard = guard._replace(leaf=jnp.where(learnt & ~finite, parts.size + 1, guard.leaf))
             metrics = {**metrics, "skipped": guard.skipped}
             if o.scales:
                 metrics["loss_scale"] = state.guard.scale

@@ -116,9 +116,8 @@ class Watch:
     shows there. Of the others whatever is ready is read, and nothing waited for.
     """
 
-    def __init__(self, name: str, stop_after: int | None, skips: bool, scales: bool):
-        self._name, self._stop_after = name, stop_after
-        self._skips, self._scales = skips, scales
+    def __init__(self, name: str, stop_after: int | None, skips: bool):
+        self._name, self._stop_after, self._skips = name, stop_after, skips
         self._recent: collections.deque[Taken] = collections.deque()
         self._pending: collections.deque[Taken] = collections.deque()
         self._is_first = True
@@ -170,9 +169,10 @@ class Watch:
             what = "No example counts, all weights are 0,"
         elif not np.isfinite(found["loss"]):
             what = "The loss was not finite"
-        elif not np.isfinite(found["grad_norm"]) and not self._scales:
-            leaf = _what(state.guard, names()) if self._skips else "gradient"
-            what = f"The {leaf} was not finite"
+        elif self._skips and int(jax.device_get(state.guard.in_a_row)):
+            what = f"The {_what(state.guard, names())} was not finite"
+        elif not self._skips and not np.isfinite(found["grad_norm"]):
+            what = "The gradient was not finite"
         else:
             return ""
         done = (
@@ -204,7 +204,9 @@ class Watch:
 
 def _what(guard, names: Sequence[str]) -> str:
     leaf = int(guard.leaf)
-    return f"gradient of model{names[leaf]}" if leaf < len(names) else "loss"
+    if leaf < len(names):
+        return f"gradient of model{names[leaf]}"
+    return "loss" if leaf == len(names) else "update that the optimizer made of the gradient"
 
 
 def _lines(batch: Any, outside: Outside, only: Any = None) -> str:

@@ -92,6 +92,21 @@ def test_a_gradient_that_is_not_finite_from_the_start_is_named():
     ]
 
 
+def test_a_schedule_that_returns_nan_spoils_nothing_and_is_named():
+    # A warmup of no steps: 0 / 0.
+    schedule = lambda count: 0.1 * jnp.minimum(1.0, (count - 1) / (0 * count))
+    loss_fn = lambda w, batch, keys: Mean.of((batch["x"] @ w).sum(-1))
+    step, state = make(loss_fn, optimizer=optax.adam(schedule), stop_after=1)
+    before = np.asarray(state.model)
+    (found, *_), (state, metrics) = said(step, state, {"x": X})
+    assert found[1].startswith(
+        "The update that the optimizer made of the gradient was not finite at step 0, the "
+        "first. It was skipped: the model is as it was before. The batch:\n"
+    )
+    np.testing.assert_array_equal(state.model, before)
+    assert (metrics["skipped"], state.guard.leaf) == (1, 2)
+
+
 def test_a_mask_that_leaves_nothing_is_named():
     loss_fn = lambda w, batch, keys: Mean.of((batch["x"] @ w).sum(-1), batch["mask"])
     step, state = make(loss_fn)
