@@ -213,7 +213,8 @@ class TrainStep(Distributed):
             **{name: m.value() for name, m in aux.items()},
         }
         if outside is not None:
-            metrics["watch"] = (state.step, None, watch.named, outside)
+            counts = jnp.append(state.step, outside.astype(state.step.dtype))
+            metrics["watch"] = (None, None, watch.named, counts)
         return grads, parts, carried_structure.join(carried), metrics
 
     def _update(self, state: TrainState, grads, parts, carried, metrics):
