@@ -6,8 +6,8 @@ Takes about 20 seconds on two cores, most of it compiling; on eight CPU devices 
 no accelerator. About 98 % of the held-out digits are read right.
 """
 
+import argparse
 import functools
-import sys
 
 import equinox as eqx
 import jax
@@ -94,4 +94,6 @@ def main(pmap=False):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)  # accelerators are used where there are any
-    main("--pmap" in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pmap", action="store_true", help="as it was before 2025")
+    main(parser.parse_args().pmap)

@@ -7,8 +7,8 @@ from 23 to that of least squares, the variance of the noise, 0.01. The gradient 
 of a step travel together, in one all-reduce.
 """
 
+import argparse
 import functools
-import sys
 
 import equinox as eqx
 import jax
@@ -78,4 +78,6 @@ def main(pmap=False):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)  # accelerators are used where there are any
-    main("--pmap" in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pmap", action="store_true", help="as it was before 2025")
+    main(parser.parse_args().pmap)

@@ -79,6 +79,10 @@ def main():
     parser.add_argument("--remat", default="none", choices=["none", "full", "dots"])
     parser.add_argument("--steps", type=int, default=15)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps takes a number from 1, not {args.steps}")
+    if args.pmap and (args.precision, args.remat) != ("full", "none"):
+        parser.error("--pmap is in float32 and keeps everything")
     key, data, rng = jax.random.key(0), load(), np.random.default_rng(0)
     options = {} if args.pmap else {"precision": args.precision, "remat": args.remat}
     step, state, mesh = start(key, args.pmap, **options)

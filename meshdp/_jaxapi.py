@@ -99,6 +99,14 @@ def automatic_axes() -> frozenset[str]:
     return frozenset() if mesh.empty else frozenset(mesh.axis_names) - set(mesh.manual_axes)
 
 
+def low_sums_abort() -> bool:
+    """Whether a `psum` of bfloat16 beside automatic axes ends the process.
+
+    XLA for CPU: "Invalid binary instruction opcode copy", seen on 0.10.2 and 0.12.0.1.
+    """
+    return jax.default_backend() == "cpu"
+
+
 def nested_axes_must_follow() -> bool:
     """Whether a `shard_map` inside another may only take axes that come later in the mesh.
 

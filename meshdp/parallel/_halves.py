@@ -56,7 +56,9 @@ class Halves:
         held = dict(zip(self.back.ins, outs, strict=False))
         own = {a for a in self.own if _is_var(a)}
         self.first, self.later = first, later
-        self.again = [a for a in crossing if a in held and (held[a] in own)]
+        self.again = [
+            a for a in crossing if a in held and (not _is_var(held[a]) or held[a] in own)
+        ]
         self.saved = [a for a in crossing if a not in self.again]
 
     def forward(self, w: Any, x: Any, rest: Any) -> tuple[Any, list[Any]]:

@@ -92,7 +92,10 @@ def pipeline(
     if stages == 1:
         return run_layers(f, in_order(params, repeats), x, context, remat)
 
+    wide, narrow = _summable((params, x))
+
     def per_device(params, x, context):
+        params, x = narrow((params, x))
         cut = lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:])
         x, context = jax.tree.map(cut, (x, context))
 
@@ -110,7 +113,8 @@ def pipeline(
         here = lax.axis_index(AXIS) == have
         flat = lambda x: x.reshape(rows, *x.shape[2:])
         # Zeros elsewhere, so the sum is the copy.
-        return jax.tree.map(lambda y: total(jnp.where(here, flat(y), 0), AXIS, stages), y)
+        copy, back = _summable(jax.tree.map(lambda y: jnp.where(here, flat(y), 0), y))
+        return back(jax.tree.map(lambda y: total(y, AXIS, stages), copy))
 
     batch = P(some(EXAMPLES, sizes))
     layers = P(AXIS) if repeats == 1 else P(None, AXIS)
@@ -123,7 +127,15 @@ def pipeline(
         batch,
     )
     with jax.named_scope(Schedule("pipeline", stages, microbatches, repeats, remat).scope):
-        return run(params, x, context)
+        return run(*wide, context)
+
+
+def _summable(tree: Any) -> tuple[Any, Callable]:
+    """The tree with arrays, and so gradients, that devices may add up; and the way back."""
+    types = jax.tree.map(lambda x: x.dtype, tree)
+    low = lambda x: x.dtype == jnp.bfloat16 and _jaxapi.low_sums_abort()
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if low(x) else x, tree)
+    return wide, lambda tree: jax.tree.map(lambda x, t: x.astype(t), tree, types)
 
 
 def run_layers(f: Layer, params: Any, x: Any, context: Any, remat: bool) -> Any:

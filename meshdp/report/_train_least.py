@@ -129,7 +129,7 @@ def _tensor_operand(step, state, batch, weights, specs, trained, sizes) -> int:
     def loss(weights, flat, keys, carried):
         model = structure.join(weights)
         more = (carried_structure.join(carried),) if o.stateful else ()
-        out = o.loss_fn(model, rest.join(batch_for(flat, o.precision)), keys, *more)
+        out = o.loss_fn(model, rest.join(batch_for(flat, model, o.precision)), keys, *more)
         return jax.tree.leaves(out)
 
     closed = jax.make_jaxpr(loss)(weights, flat, keys, carried)

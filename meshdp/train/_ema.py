@@ -23,6 +23,7 @@ def ema(decay: float) -> optax.GradientTransformation:
     `optax.chain(optax.adamw(3e-4), meshdp.ema(0.999))`. The average lies in the optimizer's
     state, and so as that does: split over the mesh like the parameters, and with
     `shard_update` over `"data"` too. It starts at the first parameters. Updates pass through.
+    The average of smaller types is kept in float32, as its steps are too small for them.
 
     **Raises:**
 
@@ -33,7 +34,7 @@ def ema(decay: float) -> optax.GradientTransformation:
 
     def init(params):
         # Copies, as the state is donated beside the parameters.
-        return EmaState(jax.tree.map(jnp.copy, params))
+        return EmaState(jax.tree.map(_wide, params))
 
     def update(updates, state, params=None):
         if params is None:
@@ -47,10 +48,16 @@ def ema(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def _wide(x: Any) -> Any:
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow else jnp.copy(x)
+
+
 def ema_model(state: TrainState) -> Any:
     """The model of a state with the average in place of what trains.
 
-    Each array still lies as the optimizer's state does; `meshdp.reshard` moves it.
+    Each array has the type of the parameter, and still lies as the optimizer's state does;
+    `meshdp.reshard` moves it.
 
     **Raises:**
 
@@ -64,4 +71,6 @@ def ema_model(state: TrainState) -> Any:
             "optax.chain(optimizer, meshdp.ema(0.999))."
         )
     arrays = eqx.filter(found[0].average, _tree.is_array)
+    as_kept = lambda a, p: a if a is None else a.astype(p.dtype)
+    arrays = jax.tree.map(as_kept, arrays, state.model, is_leaf=lambda x: x is None)
     return eqx.combine(arrays, state.model)

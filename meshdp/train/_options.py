@@ -1,6 +1,7 @@
 """The choices of `make_train_step`."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ class Options:
             if not isinstance(getattr(self, field), bool):
                 given = getattr(self, field)
                 problems.append(f"{field}: {given!r}; it takes True or False")
-        is_number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
+        is_number = isinstance(self.clip, numbers.Real) and not isinstance(self.clip, bool)
         if self.clip is not None and not (is_number and self.clip > 0):
             problems.append(f"clip: {self.clip!r}; it takes a number above 0, or None")
         if self.stop_after is not None and not is_count(self.stop_after):

@@ -27,7 +27,10 @@ class Precision:
     """Of the master weights, and so of the optimizer's state."""
 
     compute: Any = jnp.float32
-    """Of the weights and of the batch's floating-point arrays as the loss function gets them.
+    """Of the weights as the loss function gets them, and of the floating-point arrays that the
+    model is given when it is called. A model that is no Equinox module, or one without
+    `__call__`, cannot be asked: there the batch's floating-point arrays have this type, so
+    hand over targets and weights that it cannot hold as integers, and scale them in the loss.
     Weights split over `"fsdp"` are gathered in this type."""
 
     output: Any = jnp.float32
@@ -100,16 +103,23 @@ def kept(model: Any, precision: Precision | None) -> Any:
     return jax.tree.map(lambda x: x.astype(precision.params) if is_float(x) else x, model)
 
 
-def batch_for(batch: Any, precision: Precision | None) -> Any:
-    """The batch with its floating-point arrays in the type to compute with."""
-    if precision is None:
+def _is_called(model: Any) -> bool:
+    return isinstance(model, eqx.Module) and callable(model)
+
+
+def batch_for(batch: Any, model: Any, precision: Precision | None) -> Any:
+    """The batch, in the type to compute with where the model cannot see to that itself.
+
+    Targets and masks are rounded with it, so only there.
+    """
+    if precision is None or _is_called(model):
         return batch
-    return jax.tree.map(lambda x: x.astype(precision.compute) if is_float(x) else x, batch)
+    return _cast(batch, precision.compute)
 
 
 def as_called(model: Any, precision: Precision | None) -> Any:
-    """The model such that its normalisation layers compute in the type of `norms`, and that it
-    returns the type of `output` when it is called.
+    """The model such that its normalisation layers compute in the type of `norms`, and that,
+    when it is called, it takes the type of `compute` and returns that of `output`.
 
     Only Equinox modules can be asked; each becomes one of a subclass that differs in
     `__call__` alone.
@@ -120,15 +130,22 @@ def as_called(model: Any, precision: Precision | None) -> Any:
     # Equinox itself computes most of these in float32, but not `BatchNorm`.
     norm = lambda x: _twin(x, _computing_in, precision.norms) if is_norm(x) else x
     model = jax.tree.map(norm, model, is_leaf=is_norm)
-    if isinstance(model, eqx.Module) and callable(model):
-        return _twin(model, _returning, precision.output)
+    if _is_called(model):
+        return _twin(model, _taking_and_returning, (precision.compute, precision.output))
     return model
 
 
-def _returning(cls, dtype):
+def _cast(tree: Any, dtype: Any) -> Any:
+    """Its floating-point arrays in another type, but for the state of stateful layers."""
+    is_state = lambda x: isinstance(x, eqx.nn.State)
+    cast = lambda x: x.astype(dtype) if is_float(x) else x
+    return jax.tree.map(cast, tree, is_leaf=is_state)
+
+
+def _taking_and_returning(cls, dtypes):
     def call(self, *args, **kwargs):
-        out = cls.__call__(self, *args, **kwargs)
-        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, out)
+        args, kwargs = _cast((args, kwargs), dtypes[0])
+        return _cast(cls.__call__(self, *args, **kwargs), dtypes[1])
 
     return call
 

@@ -176,7 +176,7 @@ class TrainStep(Distributed):
 
         def loss(arrays, carried, rows, keys):
             model = as_called(structure.join(arrays), o.precision)
-            batch = rest.join(batch_for(rows, o.precision))
+            batch = rest.join(batch_for(rows, model, o.precision))
             if not o.stateful:
                 return *checked(o.loss_fn(model, batch, keys), self._name()), carried
             before = carried_structure.join(carried)

@@ -141,3 +141,41 @@ def test_norm_layers_and_the_loss_stay_in_float32():
     step(step.init(Model, jax.random.key(0)), {"x": np.ones((8, 8), np.float32)})
     types = {name: str(x.dtype) for name, x in seen.items()}
     assert types == {"norm": "float32", "out": "bfloat16", "x": "bfloat16", "logits": "float32"}
+
+
+class Scale(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        assert x.dtype == self.w.dtype == jnp.bfloat16
+        return x * self.w
+
+
+def test_targets_and_masks_are_not_rounded_with_what_the_model_is_given():
+    # bfloat16 knows no 1001, and no 257.
+    batch = {"x": np.ones((8, 4), np.float32), "y": np.full((8, 4), 1001, np.float32)}
+    batch["mask"] = np.full(8, 257, np.float32)
+
+    def loss(model, batch, keys):
+        out = jax.vmap(model)(batch["x"])
+        return meshdp.Mean.of(jnp.square(out - batch["y"]).sum(-1), batch["mask"])
+
+    step = meshdp.make_train_step(
+        loss, optax.sgd(0.0), mesh=meshdp.make_mesh(data=8), precision="bf16"
+    )
+    state = step.init(lambda key: Scale(jnp.full(4, 1000.0)), jax.random.key(0))
+    _, metrics = step(state, batch)
+    assert (float(metrics["loss"]), float(metrics["weight"])) == (4.0, 8 * 257)
+
+
+def test_the_average_of_small_types_moves_by_less_than_they_can_tell():
+    step = meshdp.make_train_step(
+        lambda w, batch, keys: meshdp.Mean.of(batch @ w),
+        optax.chain(optax.sgd(1.0), meshdp.ema(0.999)),
+        mesh=meshdp.make_mesh(data=8),
+        precision=meshdp.Precision(params=jnp.bfloat16, compute=jnp.bfloat16),
+    )
+    state = step.init(lambda key: jnp.full(4, 3.0), jax.random.key(0))
+    state, _ = step(state, np.ones((8, 4), np.float32))
+    np.testing.assert_allclose(state.opt_state[1].average, 0.999 * 3 + 0.001 * 2, rtol=1e-6)
+    assert (state.model.dtype, meshdp.ema_model(state).dtype) == (jnp.bfloat16, jnp.bfloat16)
