@@ -91,9 +91,9 @@ def make_train_step(
         and model state as they were. `state.guard` and `metrics["skipped"]` count them. So
         does one whose learning rate is not finite, which the smallest parameters tell.
     - `stop_after`: how many such steps in a row end the run, with a `FloatingPointError` that
-        names the first parameter whose gradient was not finite. Raised by the second call after,
-        which waits for that step; so set it where that is no loss. Steps skipped to find the
-        loss scale of float16 do not count.
+        names the first parameter whose gradient was not finite. Raised by the second call
+        after, which waits for that step; so set it where that is no loss. Steps skipped to
+        find the loss scale of float16 do not count.
     - `stateful`: for models that carry something on from batch to batch, such as the running
         averages of `eqx.nn.BatchNorm`: `loss_fn(model, batch, keys, model_state)` returns
         `(Mean, model_state)` or `((Mean, aux), model_state)`. For statistics over the whole
