@@ -21,10 +21,22 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .. import _jaxapi
+from .._step_options import describe
 from ..train import Mean
 from ._axes import EXAMPLES, here, manually, refuse_manual, some
 from ._halves import Stage
-from ._pipeline import AXIS, Layer, at, check, choose, empty, in_order, onward, run_layers
+from ._pipeline import (
+    AXIS,
+    Layer,
+    at,
+    check,
+    choose,
+    empty,
+    in_order,
+    onward,
+    run_layers,
+    steady,
+)
 from ._schedule import BACK, Schedule
 
 
@@ -45,6 +57,19 @@ class _Plan:
     def schedule(self) -> Schedule:
         sizes = self.stages, self.microbatches, self.repeats
         return Schedule("pipeline_loss", *sizes, self.remat, self.later)
+
+
+def _meaning(last: Callable) -> Callable:
+    def mean(params: Any, x: Any, batch: Any) -> Mean:
+        out = last(params, x, batch)
+        if not isinstance(out, Mean):
+            raise ValueError(
+                f"last of pipeline_loss returned {describe(out)}. Return "
+                "meshdp.Mean.of(losses, mask), with one loss for each example or token."
+            )
+        return out
+
+    return mean
 
 
 def pipeline_loss(
@@ -109,9 +134,11 @@ def pipeline_loss(
 
     **Raises:**
 
-    - `ValueError`: naming every size that does not fit, and the nearest that do.
+    - `ValueError`: naming every size that does not fit, and the nearest that do; or what a
+        layer or `last` returned, if it is of another kind.
     """
     refuse_manual("pipeline_loss", AXIS)
+    f, last = steady("pipeline_loss", f), _meaning(last)
     sizes = here()
     stages = sizes.get(AXIS, 1)
     rows = check("pipeline_loss", params[1], batch, microbatches, repeats, sizes, repeats > 1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -64,7 +65,7 @@ def pipeline(
     **Arguments:**
 
     - `f`: one layer, `f(params of the layer, x, context) -> x`. It sees some of the examples,
-        and treats them alike.
+        and treats them alike. It must take its arrays from here and not from around it.
     - `params`: a pytree of arrays whose first dimension is the layer, split over `"stage"`:
         `P("stage")`. With `repeats=v`, the first two dimensions are `[v, layers / v]`, in the
         order in which the layers are applied, split as `P(None, "stage")`.
@@ -85,6 +86,7 @@ def pipeline(
     - `ValueError`: naming every size that does not fit, and the nearest that do.
     """
     refuse_manual("pipeline", AXIS)
+    f = steady("pipeline", f)
     sizes = here()
     stages = sizes.get(AXIS, 1)
     rows = check("pipeline", params, (x, context), microbatches, repeats, sizes)
@@ -136,6 +138,35 @@ def _summable(tree: Any) -> tuple[Any, Callable]:
     low = lambda x: x.dtype == jnp.bfloat16 and _jaxapi.low_sums_abort()
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if low(x) else x, tree)
     return wide, lambda tree: jax.tree.map(lambda x, t: x.astype(t), tree, types)
+
+
+def steady(who: str, f: Layer) -> Layer:
+    """The layer, refused if it does not return an `x` like the one it was given."""
+
+    def layer(params: Any, x: Any, context: Any) -> Any:
+        y = f(params, x, context)
+        before, after = jtu.tree_structure(x), jtu.tree_structure(y)
+        if before != after:
+            problems = [f"  it was given {before}", f"  it returns   {after}"]
+        else:
+            words = lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}"
+            problems = [
+                f"  x{jtu.keystr(path)}: {words(a)} became {words(b)}"
+                for (path, a), b in zip(
+                    jtu.tree_leaves_with_path(x), jtu.tree_leaves(y), strict=True
+                )
+                if words(a) != words(b)
+            ]
+        if problems:
+            raise ValueError(
+                f"A layer of {who} must return x as it was given it, for the next layer "
+                "(shapes of a microbatch on one device):\n"
+                + "\n".join(problems)
+                + "\nMake the change outside of the layers, or cast back what changed."
+            )
+        return y
+
+    return layer
 
 
 def run_layers(f: Layer, params: Any, x: Any, context: Any, remat: bool) -> Any:

@@ -137,6 +137,40 @@ def test_pipeline_loss_checks_its_sizes_likewise():
     )
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_layer_that_returns_another_x_is_told_what_it_was_given(stages):
+    f = lambda w, x: pipeline(
+        lambda w, x, _: {"a": x["a"].astype(jnp.bfloat16), "b": x["b"][:, 1:]},
+        w,
+        {"a": x, "b": x},
+        microbatches=4,
+    )
+    rows = 8 if stages == 1 else 1
+    assert said(f, (4, 8), (8, 8), stage=stages, data=8 // stages) == (
+        "A layer of pipeline must return x as it was given it, for the next layer (shapes of "
+        "a microbatch on one device):\n"
+        f"  x['a']: float32[{rows}, 8] became bfloat16[{rows}, 8]\n"
+        f"  x['b']: float32[{rows}, 8] became float32[{rows}, 7]\n"
+        "Make the change outside of the layers, or cast back what changed."
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_pipeline_loss_says_what_its_last_function_returned(stages):
+    f = lambda w, x: pipeline_loss(
+        lambda w, b: b,
+        lambda w, x, b: x,
+        lambda w, x, b: x.mean(),
+        ((), w, ()),
+        x,
+        microbatches=4,
+    )
+    assert said(f, (4, 8), (8, 8), stage=stages, data=8 // stages) == (
+        "last of pipeline_loss returned an array of shape (). Return meshdp.Mean.of(losses, "
+        "mask), with one loss for each example or token."
+    )
+
+
 def test_an_interleaved_pipeline_loss_takes_as_many_microbatches_as_stages_together():
     def f(w, x, microbatches):
         functions = lambda w, b: b, lambda w, x, b: x, lambda w, x, b: x
