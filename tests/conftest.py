@@ -1,7 +1,13 @@
 """Every test runs on eight forced CPU devices, or fails."""
 
+import signal
+
 import jax
 import pytest
+
+# The background job of a shell ignores SIGINT, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
