@@ -55,7 +55,7 @@ def follow(guard: Guard, finite: Any, loss: Any, squares: Any, scales: bool) -> 
         good = jnp.where(grow, 0, good)
     return Guard(
         skipped=guard.skipped + jnp.where(finite, 0, 1),
-        in_a_row=jnp.where(finite, 0, guard.in_a_row + ~jnp.asarray(searching)),
+        in_a_row=jnp.where(finite, 0, guard.in_a_row + jnp.where(searching, 0, 1)),
         leaf=jnp.where(finite, guard.leaf, leaf),
         scale=scale,
         good=good,

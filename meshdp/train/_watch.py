@@ -180,7 +180,12 @@ class Watch:
             what = "No example counts, all weights are 0,"
         elif not np.isfinite(found["loss"]):
             what = "The loss was not finite"
-        elif self._skips and int(jax.device_get(state.guard.in_a_row)):
+        # The state is built when its guard is looked at.
+        elif (
+            self._skips
+            and int(jax.device_get(metrics["skipped"]))
+            and int(jax.device_get(state.guard.in_a_row))
+        ):
             what = f"The {_what(state.guard, names())} was not finite"
         elif not self._skips and not np.isfinite(found["grad_norm"]):
             what = "The gradient was not finite"
