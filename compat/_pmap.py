@@ -209,11 +209,8 @@ class _Program:
             args, kwargs = jtu.tree_unflatten(treedef, leaves)
         names, axes, size = self.understand(constants, args, kwargs, leaves)
         try:
-            if _jaxapi.at_top_level():
-                return self.run(constants, leaves, treedef, names, axes, size)
             if _jaxapi.nothing_traced():
-                with jax.set_mesh(None):  # type: ignore[arg-type]
-                    return self.run(constants, leaves, treedef, names, axes, size)
+                return self.run(constants, leaves, treedef, names, axes, size)
             return self.trace(constants, leaves, treedef, axes, size)
         except (NameError, NotImplementedError) as e:
             self.reraise(e, size)
@@ -284,6 +281,7 @@ class _Program:
             start += arg.num_leaves
         return where
 
+    @_jaxapi.with_no_mesh_set
     def run(self, constants, leaves, treedef, names, axes, size) -> Any:
         key, entry = self.entry(constants, treedef, axes, size, local=False)
         while True:

@@ -172,8 +172,7 @@ class Distributed:
 
     @_jaxapi.with_no_mesh_set
     def __call__(self, state: Any, batch: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
-        args = (*args, Keywords(keywords)) if keywords else args
-        program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args)
+        program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args, keywords)
         refuse_deleted(program.state, arrays, self._name())
         if not program.in_place(arrays):
             program = self._fitting(program, arrays)
@@ -188,8 +187,7 @@ class Distributed:
     @_jaxapi.with_no_mesh_set
     def lower(self, state: Any, batch: Any, *args: Any, **keywords: Any) -> jax.stages.Lowered:
         """As `jax.jit(step).lower`: takes arrays or shapes, and donates nothing."""
-        args = (*args, Keywords(keywords)) if keywords else args
-        program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args)
+        program, arrays, batch_arrays, args_arrays = self._prepare(state, batch, args, keywords)
         program = self._fitting(program, arrays)
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
@@ -197,7 +195,9 @@ class Distributed:
         ]
         return program.jitted.lower(shapes, batch_arrays, args_arrays)
 
-    def _prepare(self, state, batch, args):
+    def _prepare(self, state, batch, args, keywords):
+        if keywords:
+            args = (*args, Keywords(keywords))
         if not _jaxapi.nothing_traced():
             raise TypeError(
                 f"{self._name()} is a step on a mesh and was called inside jit, grad, vmap or "
@@ -207,8 +207,9 @@ class Distributed:
         last = self._last
         arrays, s = _tree.split(state, "state", like=last and last.state)
         if last is None or s is not last.state:
-            state = self.with_arrays(state)
-            arrays, s = _tree.split(state, "state", like=last and last.state)
+            given, state = state, self.with_arrays(state)
+            if state is not given:
+                arrays, s = _tree.split(state, "state", like=last and last.state)
         numbers = _tree.is_array_or_number
         rows, b = _tree.split(batch, "batch", dynamic=numbers, like=last and last.batch)
         if not args:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.experimental import mesh_utils
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 VERSION = jax.__version__
 
@@ -99,12 +99,13 @@ def automatic_axes() -> frozenset[str]:
     return frozenset() if mesh.empty else frozenset(mesh.axis_names) - set(mesh.manual_axes)
 
 
-def low_sums_abort() -> bool:
-    """Whether a `psum` of bfloat16 beside automatic axes ends the process.
+def low_sums_abort(mesh: AbstractMesh) -> bool:
+    """Whether a `psum` of bfloat16 beside automatic axes of this mesh ends the process.
 
     XLA for CPU: "Invalid binary instruction opcode copy", seen on 0.10.2 and 0.12.0.1.
     """
-    return jax.default_backend() == "cpu"
+    device = mesh.abstract_device
+    return (device.platform if device else jax.default_backend()) == "cpu"
 
 
 def nested_axes_must_follow() -> bool:

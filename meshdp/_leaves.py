@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from ._layout import check_specs, path_str
-from ._tree import is_number
+from ._tree import is_module, is_number
 
 
 class Leaves:
@@ -23,8 +22,8 @@ class Leaves:
         self.tree = tree
         self.values: list[Any] = []
         self.arrays: list[int] = []
-        for top in jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, eqx.Module)):
-            inside = isinstance(top, eqx.Module)
+        for top in jtu.tree_leaves(tree, is_leaf=is_module):
+            inside = is_module(top)
             for x in jtu.tree_leaves(top) if inside else (top,):
                 if is_array(x) or (numbers and not inside and is_number(x)):
                     self.arrays.append(len(self.values))

@@ -25,6 +25,11 @@ def is_number(x: Any) -> bool:
     return isinstance(x, NUMBERS) and not isinstance(x, bool) and not is_array(x)
 
 
+def is_module(x: Any) -> bool:
+    """Whether its numbers are settings, which it reads in Python, and no arrays to be."""
+    return isinstance(x, eqx.Module)
+
+
 def is_array_or_number(x: Any) -> bool:
     return is_array(x) or is_number(x)
 
@@ -32,10 +37,9 @@ def is_array_or_number(x: Any) -> bool:
 def numbers_as_arrays(tree: Any, name: str) -> Any:
     """The tree with its Python numbers as arrays of NumPy, of the dtype that JAX gives them.
 
-    Those of an `equinox.Module` are its settings, which it reads in Python, and stay.
+    Those of a module stay.
     """
-    within = lambda x: isinstance(x, eqx.Module)
-    leaves, treedef = jtu.tree_flatten(tree, is_leaf=within)
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=is_module)
     where = [i for i, x in enumerate(leaves) if is_number(x)]
     if not where:
         return tree
@@ -45,7 +49,7 @@ def numbers_as_arrays(tree: Any, name: str) -> Any:
         try:
             leaves[i] = np.asarray(leaves[i], dtype)
         except OverflowError:
-            path, x = jtu.tree_leaves_with_path(tree, is_leaf=within)[i]
+            path, x = jtu.tree_leaves_with_path(tree, is_leaf=is_module)[i]
             problems.append(f"  {name}{jtu.keystr(path)}: {x} is out of the range of {dtype}")
     if problems:
         raise ValueError(

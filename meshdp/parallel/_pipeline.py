@@ -135,7 +135,8 @@ def pipeline(
 def _summable(tree: Any) -> tuple[Any, Callable]:
     """The tree with arrays, and so gradients, that devices may add up; and the way back."""
     types = jax.tree.map(lambda x: x.dtype, tree)
-    low = lambda x: x.dtype == jnp.bfloat16 and _jaxapi.low_sums_abort()
+    aborts = _jaxapi.low_sums_abort(jax.sharding.get_abstract_mesh())
+    low = lambda x: aborts and x.dtype == jnp.bfloat16
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if low(x) else x, tree)
     return wide, lambda tree: jax.tree.map(lambda x, t: x.astype(t), tree, types)
 

@@ -141,7 +141,7 @@ _BOILERPLATE = re.compile(
     r"rematted_computation|branch_\d+_fun|"
 )
 _WRAPPED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
-_ARGUMENTS = re.compile(r"(?<=^pipeline)\(.*\)|(?<=^pipeline_loss)\(.*\)")
+_PIPELINE = re.compile(r"(pipeline|pipeline_loss)\(.*\)")
 
 
 def _scopes(op_name: str) -> str:
@@ -151,7 +151,8 @@ def _scopes(op_name: str) -> str:
         while wrapped := _WRAPPED.fullmatch(scope):
             scope = wrapped[1]
         if not _BOILERPLATE.fullmatch(scope):
-            scopes.append(_ARGUMENTS.sub("", scope))
+            pipeline = _PIPELINE.fullmatch(scope)
+            scopes.append(pipeline[1] if pipeline else scope)
     return "/".join(scopes)
 
 

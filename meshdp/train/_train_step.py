@@ -132,12 +132,12 @@ class TrainStep(Distributed):
         """How to make the same step on another mesh, such that it donates nothing."""
         return {**self._placement, "mesh": mesh, "donate": False}
 
-    def _prepare(self, state, batch, args):
+    def _prepare(self, state, batch, args, keywords):
         # A state that was put together by hand, or by a step that skips nothing.
         by_hand = isinstance(state, TrainState) and state._flat is None
         if by_hand and self._options.skip and state.guard is None:
             state = state.replace(guard=_guard.first(self._options.scales))
-        return super()._prepare(state, batch, args)
+        return super()._prepare(state, batch, args, keywords)
 
     def _compiler_options(self):
         if not policy_of(self._options.remat)[0]:
@@ -284,12 +284,10 @@ class TrainStep(Distributed):
     def _reduce_type(self):
         if self._options.precision is None:
             return None
-        cpu = self.mesh.devices.flat[0].platform == "cpu"
         shape = self.mesh.shape
         others = any(n > 1 for a, n in shape.items() if a not in ("data", "fsdp"))
-        if cpu and (others or self._options.stateful):
-            # XLA for CPU sums bfloat16 in float32 whatever it is told, and aborts instead where
-            # some axes are automatic (jax 0.10.2, `Invalid binary instruction opcode copy`).
+        automatic = others or self._options.stateful
+        if automatic and _jaxapi.low_sums_abort(self.mesh.abstract_mesh):
             return jnp.float32
         return self._options.precision.reduce
 

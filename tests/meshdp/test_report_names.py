@@ -1,27 +1,19 @@
 """What the report calls the operation of a collective."""
 
+import dataclasses
+
 import pytest
 
-from meshdp.report._hlo import Collective
 from meshdp.report._sections import what
+
+from .test_report_work import moved
 
 PIPELINE = "pipeline(stages=2,microbatches=4,repeats=1)"
 
 
 def named(op_name, argument=""):
-    return Collective(
-        kind="all-reduce",
-        axes=("data",),
-        dtype="f32",
-        shape=(4,),
-        bytes=16,
-        sent_bytes=16,
-        count=1,
-        loop_depth=0,
-        source="",
-        op_name=op_name,
-        argument=argument,
-    )
+    found = moved("all-reduce", ("data",), 16, 8, 28)
+    return dataclasses.replace(found, op_name=op_name, argument=argument)
 
 
 @pytest.mark.parametrize(
